@@ -146,7 +146,7 @@ class Arrival:
     time: float
 
     def left_s(self, timeout_s: float) -> float:
-        """What is left of a request's time, in seconds; negative after its deadline."""
+        """The remaining time of a request, in seconds; negative after its deadline."""
         return self.time + timeout_s - time.monotonic()
 
 

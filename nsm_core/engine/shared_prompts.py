@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.engine.scheduler import Plan, Scheduler
+from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.state.spec import State
@@ -64,10 +64,8 @@ class SharedPrompts:
         if not self._by_name:
             return
         for chunk in plan.prefill:
-            sequence = running[chunk.slot]
-            shared = self._of(sequence.request)
-            is_reader = shared is not None and shared.reader is sequence
-            if shared is not None and is_reader and chunk.start + chunk.length == shared.length:
+            shared = self._read_to_its_end(running[chunk.slot], chunk)
+            if shared is not None:
                 shared.state = self._copy(chunk.slot)
 
     def hand_out(self, plan: Plan, sequences: Mapping[int, RunningSequence]) -> None:
@@ -76,9 +74,8 @@ class SharedPrompts:
             return
         for chunk in plan.prefill:
             sequence = sequences[chunk.slot]
-            shared = self._of(sequence.request)
-            is_reader = shared is not None and shared.reader is sequence
-            if shared is None or not is_reader or chunk.start + chunk.length != shared.length:
+            shared = self._read_to_its_end(sequence, chunk)
+            if shared is None:
                 continue
             shared.scores = list(sequence.prompt_scores)
             is_scored = sequence.request.prompt_logprobs is None or len(shared.scores) == shared.length
@@ -130,6 +127,13 @@ class SharedPrompts:
             is_held=is_held,
             owner=sequence.request.owner,
         )
+
+    def _read_to_its_end(self, sequence: RunningSequence, chunk: Chunk) -> _Shared | None:
+        """The shared prompt whose reader is `sequence`, if `chunk` ends it; None for any other chunk."""
+        shared = self._of(sequence.request)
+        if shared is None or shared.reader is not sequence or chunk.start + chunk.length != shared.length:
+            return None
+        return shared
 
     def _of(self, request: GenerationRequest) -> _Shared | None:
         return None if request.shared_prompt is None else self._by_name.get(request.shared_prompt.name)

@@ -51,7 +51,7 @@ class DecodeInputs:
     """What R rows decode: row i reads ids[i] [R] int32, then each token that it draws.
 
     `choices` [R, 7] int64: `pack_sampling_params` of each row, with the position of its first token. `end_ids`: of each
-    row; `most_rounds`: at least one; `seconds`: of the whole call; `interrupt` [1] int32: another thread's wish to end.
+    row; `most_rounds`: at least one; `seconds`: of the whole call; `interrupt` [1] int32: another thread ends it.
     """
 
     ids: npt.NDArray[np.int32]

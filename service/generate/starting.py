@@ -51,7 +51,7 @@ def start_after(state: StartState, prompt: Prompt) -> Start:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedState:
-    """Of the one choice of a request. `state`: what it started from; `seed`: it drew with."""
+    """The end state of a request with one choice. `state`: its start state; `seed`: the seed of its draws."""
 
     services: Services
     tenant: str

@@ -41,6 +41,26 @@ REQUESTS: Mapping[str, dict[str, Any]] = {
     "TokenizeBody": {"prompt": "The old house"},
     "DetokenizeBody": {"tokens": [40, 73]},
 }
+MODEL: dict[str, Any] = {
+    "id": "pulse-books",
+    "object": "model",
+    "created": 1795945815,
+    "owned_by": "nsm",
+    "root": "pulse-books",
+    "max_model_len": None,
+    "fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
+    "system_fingerprint": "fp_c821174ce480_cpu/int8/native-1",
+    "numerics": "cpu/int8/native-1",
+    "state_bytes": 3780616,
+    "state_dtype": "fp32",
+    "vocab_size": 8192,
+    "num_parameters": 34654784,
+    "chat_template": "plain-v1",
+    "prefix_cache": True,
+    "retained_snapshots": 2,
+    "limits": {"max_prompt_tokens": 131072, "max_tokens": 32768, "max_body_bytes": 8388608},
+}
+
 # As the bundled model answered; figures shortened.
 ANSWERS: Mapping[str, dict[str, Any]] = {
     "SessionAnswer": {
@@ -248,49 +268,8 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
         "data": "TlNNU0VTUw==",
     },
     "DeletedAnswer": {"id": "harbour", "object": "session.deleted", "deleted": True},
-    "ModelPage": {
-        "object": "list",
-        "data": [
-            {
-                "id": "pulse-books",
-                "object": "model",
-                "created": 1795945815,
-                "owned_by": "nsm",
-                "root": "pulse-books",
-                "max_model_len": None,
-                "fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
-                "system_fingerprint": "fp_c821174ce480_cpu/int8/native-1",
-                "numerics": "cpu/int8/native-1",
-                "state_bytes": 3780616,
-                "state_dtype": "fp32",
-                "vocab_size": 8192,
-                "num_parameters": 34654784,
-                "chat_template": "plain-v1",
-                "prefix_cache": True,
-                "retained_snapshots": 2,
-                "limits": {"max_prompt_tokens": 131072, "max_tokens": 32768, "max_body_bytes": 8388608},
-            }
-        ],
-    },
-    "ModelAnswer": {
-        "id": "pulse-books",
-        "object": "model",
-        "created": 1795945815,
-        "owned_by": "nsm",
-        "root": "pulse-books",
-        "max_model_len": None,
-        "fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
-        "system_fingerprint": "fp_c821174ce480_cpu/int8/native-1",
-        "numerics": "cpu/int8/native-1",
-        "state_bytes": 3780616,
-        "state_dtype": "fp32",
-        "vocab_size": 8192,
-        "num_parameters": 34654784,
-        "chat_template": "plain-v1",
-        "prefix_cache": True,
-        "retained_snapshots": 2,
-        "limits": {"max_prompt_tokens": 131072, "max_tokens": 32768, "max_body_bytes": 8388608},
-    },
+    "ModelPage": {"object": "list", "data": [MODEL]},
+    "ModelAnswer": MODEL,
     "TokensAnswer": {"count": 4, "max_model_len": None, "tokens": [0, 474, 726, 853]},
     "TextAnswer": {"prompt": "Hi"},
     "TokenizerAnswer": {

@@ -45,7 +45,7 @@ These clients work with a server without changes. `python -m deploy.docs.clients
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One client as it went. `checks`: what was tried, each with its problem or None."""
+    """One client and its result. `checks`: each feature that was tried, with its problem or None."""
 
     name: str
     kind: str
@@ -110,7 +110,7 @@ def install_npm(packages: Sequence[str]) -> tuple[list[str], str, Path]:
 
 
 def run_program(command: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """What it printed; a program that ended early is a problem of its own."""
+    """The checks that the program printed; an early end of the program is a problem of its own."""
     environment = {**os.environ, "PYTHONPATH": str(PROGRAMS), "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
     log = BUILD / (Path(command[-4]).stem + ".log")
     with log.open("w", encoding="utf-8") as errors:
