@@ -221,6 +221,12 @@ def served(options: Sequence[str], root: Path = ROOT) -> Iterator[ServerUnderTes
 
 def measure(server: ServerUnderTest, load: Load, num_clients: int, seed: int) -> dict[str, float]:
     """The figures of one load."""
+    seen, wall_s, cpu_s = observe(server, load, num_clients, seed)
+    return figures_of(seen, wall_s, cpu_s)
+
+
+def observe(server: ServerUnderTest, load: Load, num_clients: int, seed: int) -> tuple[Seen, float, float]:
+    """What the clients saw of one load, its wall time and the server's CPU time, in seconds."""
     context = multiprocessing.get_context("spawn")
     shares = [load.number // num_clients + (index < load.number % num_clients) for index in range(num_clients)]
     pipes, processes = [], []
@@ -242,7 +248,7 @@ def measure(server: ServerUnderTest, load: Load, num_clients: int, seed: int) ->
     wall_s, cpu_s = time.perf_counter() - started, server.cpu_s() - cpu_s
     for process in processes:
         process.join()
-    return figures_of(seen, wall_s, cpu_s)
+    return seen, wall_s, cpu_s
 
 
 def figures_of(seen: Seen, wall_s: float, cpu_s: float) -> dict[str, float]:
