@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,40 @@ async def test_power_cut_on_a_disk_that_lies_is_refused_by_name_or_leaves_an_ear
 ) -> None:
     operations, history = recorded
     for num_answers in cuts(operations, tmp_path / "image", is_honest=False):
-        store = SqliteSessionStore(tmp_path / "image" / "sessions.db")
-        with contextlib.suppress(NsmError):  # a start that is refused
-            async with gateway(FakeBackend(), store=store) as server:
-                for name in {name for known in history for name in known}:
-                    await check_damaged(server, name, history[: num_answers + 2])
+        async with after_a_lie(tmp_path) as server:
+            for name in {name for known in history for name in known} if server else ():
+                await check_damaged(server, name, history[: num_answers + 2])
+
+
+async def test_a_client_that_sends_the_version_it_saw_never_goes_on_from_an_earlier_conversation(
+    recorded: tuple[list[Operation], list[Known]], tmp_path: Path
+) -> None:
+    """Even where a disk lied, and lost its lie: the store cannot know, but the client does."""
+    operations, history = recorded
+    num_refused = 0
+    for num_answers in cuts(operations, tmp_path / "image", is_honest=False):
+        async with after_a_lie(tmp_path) as server:
+            for name, (version, _) in history[num_answers].items() if server else ():
+                answer = await say(server, name, expected_version=version)
+                num_refused += answer.status_code == 409
+                if answer.status_code == 200:
+                    _, found = await stored(server, name)
+                    assert found[: -1 - len(sampled_ids())] in was_at(history[: num_answers + 1], name, version)
+                else:
+                    assert error_of(answer)["code"] not in (None, "internal_error"), answer.text
+    assert num_refused
+
+
+@contextlib.asynccontextmanager
+async def after_a_lie(directory: Path) -> AsyncIterator[Gateway | None]:
+    """None: the start was refused by name."""
+    store = SqliteSessionStore(directory / "image" / "sessions.db")
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            server = await stack.enter_async_context(gateway(FakeBackend(), store=store))
+        except NsmError:
+            server = None
+        yield server
 
 
 async def check_damaged(server: Gateway, name: str, history: list[Known]) -> None:
@@ -118,14 +147,18 @@ async def check_damaged(server: Gateway, name: str, history: list[Known]) -> Non
         assert error_of(answer)["code"] not in (None, "internal_error"), answer.text
         return
     version, log = await stored(server, name)
-    was = [known[name] for known in history if name in known]
-    assert (version - 1, log[: -1 - len(sampled_ids())]) in was
+    assert log[: -1 - len(sampled_ids())] in was_at(history, name, version - 1)
+
+
+def was_at(history: list[Known], name: str, version: int) -> set[Log]:
+    """The logs that a session had at a version: one, unless it was deleted and made again under the same id."""
+    return {known[name][1] for known in history if name in known and known[name][0] == version}
 
 
 def sampled_ids() -> Log:
     return FakeBackend().script_ids[:3]
 
 
-async def say(server: Gateway, name: str) -> httpx.Response:
-    body: dict[str, Any] = {"input": [5], "max_tokens": len(sampled_ids())}
+async def say(server: Gateway, name: str, **fields: int) -> httpx.Response:
+    body: dict[str, Any] = {"input": [5], "max_tokens": len(sampled_ids()), **fields}
     return await server.client.post(f"/v1/sessions/{name}/generate", json=body)
