@@ -76,7 +76,7 @@ def create(
     if words == "":
         raise typer.BadParameter("a state must read at least 1 character, the text is empty")
     made = asyncio.run(_create(settings, _checked(name), words, session, position, tenant, published))
-    print(f"made {made.reference}: {made.position} tokens read")
+    print(f"made {made.reference}: {made.num_tokens} tokens")
 
 
 @app.command()
@@ -138,7 +138,7 @@ def import_state(
     settings, owner = target_settings(data_dir, store), _owner(tenant, published)
     read = read_file(_seal(settings).open(file.read_bytes(), is_required=False), kind="state")
     made = asyncio.run(_add(settings, _checked(name), owner, read, source="file", text=None))
-    print(f"made {made.reference}: {made.position} tokens read")
+    print(f"made {made.reference}: {made.num_tokens} tokens")
 
 
 def _owner(tenant: str, is_published: bool) -> str:

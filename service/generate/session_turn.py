@@ -156,7 +156,7 @@ async def open_session_turn(
     services.check_model(body.model)
     spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
     digest = digest_of(body.model_dump(exclude=body.digest_exclude))
-    identity = _identity(idempotency_key, body.expected_version, digest)
+    identity = retry_identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
     input_ids, version = await _read_input(services, key, body)
@@ -215,7 +215,7 @@ async def send_turn(answer: SessionAnswer, *, is_stream: bool, request_id: str, 
     return response
 
 
-def _identity(key: str | None, expected_version: int | None, digest: str) -> str | None:
+def retry_identity(key: str | None, expected_version: int | None, digest: str) -> str | None:
     """What a retry of the request brings again: the client's key, or the same request on the same version."""
     if key is not None:
         if not IDEMPOTENCY_KEY.fullmatch(key):

@@ -51,30 +51,35 @@ def start_after(state: StartState, prompt: Prompt) -> Start:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedState:
-    """The end state of a request with one choice. `state`: its start state; `seed`: the seed of its draws."""
+    """The end state of a request with one choice.
+
+    `before_ids`: what its start had read; `num_prompt`: the tokens of its own prompt; `state`: its start state, if that
+    has a file; `rounding`: of a start that has none; `seed`: of its draws.
+    """
 
     services: Services
     tenant: str
-    start: Start
-    state: StartState | None
+    before_ids: tuple[int, ...]
+    num_prompt: int
     seed: int
+    state: StartState | None = None
+    rounding: StateFormat = StateFormat.FP32
 
     async def object(self, finished: Finished) -> dict[str, Any]:
         """The state at the end, as JSON."""
-        services, start, end = self.services, self.start, finished.end_state
+        services, end = self.services, finished.end_state
         if end is None:
             raise NsmError("the engine ended a request without its state")
-        is_prefix = self.state is None and start.resume is not None
         file = await end_file(
             services.backend,
             end,
-            before_ids=start.ids[: start.position] if self.state is None else self._state_ids(self.state),
-            num_prompt=len(start.ids) - start.position,
+            before_ids=self.before_ids,
+            num_prompt=self.num_prompt,
             seed=self.seed,
             start=self.state,
             tenant=self.tenant,
             state_format=services.state_format,
-            rounding=services.state_format if is_prefix else StateFormat.FP32,
+            rounding=self.rounding,
         )
         raw = await asyncio.to_thread(lambda: services.states.seal.seal(encode_file(file)))
         return {
@@ -86,11 +91,6 @@ class ReturnedState:
             "data": (await asyncio.to_thread(base64.b64encode, raw)).decode(),
         }
 
-    @staticmethod
-    def _state_ids(state: StartState) -> tuple[int, ...]:
-        """What the state has read; a pending token is part of the request's own prompt."""
-        return state.file.log_ids[: state.resume.position]
-
 
 def returned_state(
     services: Services, tenant: str, spec: RequestSpec, start: Start, state: StartState | None
@@ -98,7 +98,21 @@ def returned_state(
     """None for a request that asks for none."""
     if not spec.return_state:
         return None
-    return ReturnedState(services=services, tenant=tenant, start=start, state=state, seed=spec.sampling.seed)
+    is_prefix = state is None and start.resume is not None
+    return ReturnedState(
+        services=services,
+        tenant=tenant,
+        before_ids=start.ids[: start.position] if state is None else ids_of(state),
+        num_prompt=len(start.ids) - start.position,
+        seed=spec.sampling.seed,
+        state=state,
+        rounding=services.state_format if is_prefix else StateFormat.FP32,
+    )
+
+
+def ids_of(state: StartState) -> tuple[int, ...]:
+    """What the state has read; a pending token is part of the request's own prompt."""
+    return state.file.log_ids[: state.resume.position]
 
 
 async def last_fields(

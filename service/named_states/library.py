@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from nsm_core.errors import Forbidden, InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
+from nsm_core.errors import Forbidden, InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.named_states.making import Reader
@@ -22,7 +22,7 @@ from service.named_states.reference import Reference, parse_state, state_not_fou
 from service.named_states.signature import StateSeal
 from service.named_states.start_state import StartState, renamed, snapshot_of
 from service.prompts import PromptEncoder
-from service.stores.states.base import PUBLISHED, NamedState, NewState, StateStore, StoredState
+from service.stores.states.base import PUBLISHED, NamedState, NewState, StateStore, StoredState, name_is_published
 from service.stores.states.fields import num_bytes_of
 from service.tenants.tenants import Tenants
 from service.transfer.import_session import rebuild, require_fit, require_tokenizer
@@ -75,23 +75,22 @@ class StateLibrary:
 
         Raises QuotaExceeded, VersionConflict for a published name, InvalidRequest for a file without a state.
         """
-        await self.require_own_name(tenant, name)
         state = await asyncio.to_thread(new_state, tenant, name, file, source=source, text=text, metadata=metadata)
         await self.tenants.check_stored_bytes(tenant, num_new_bytes=num_bytes_of(state))
         return await self._store.add(tenant=tenant, name=name, state=state)
 
     async def require_own_name(self, tenant: str, name: str) -> None:
-        """Raises VersionConflict for a name that stands for a published state: one reference must not mean two."""
+        """Raises VersionConflict where the store would, before anything is read."""
         if tenant == PUBLISHED or await self._store.get(tenant=tenant, name=name) is not None:
             return
         if await self._store.get(tenant=PUBLISHED, name=name) is not None:
-            raise VersionConflict(f"the operator has published a state {name!r}: choose another name", param="name")
+            raise name_is_published(name)
 
     async def read_file(self, raw: bytes) -> SessionFile:
         """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
         file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw), kind="state"))
+        require_tokenizer(file, self.backend)  # without a text it could never be used here
         if snapshot_of(file).header.model_fingerprint == self.backend.model.fingerprint:
-            require_tokenizer(file, self.backend)
             await asyncio.to_thread(require_fit, snapshot_of(file), self.backend.model)
         return file
 

@@ -31,13 +31,17 @@ class Reader:
     state_format: StateFormat
 
     async def file_of(self, ids: tuple[int, ...], *, tenant: str, name: str) -> SessionFile:
-        """The state after `ids`, at least one. Raises what `InferenceBackend.submit` raises."""
-        finished = await read_again(self.backend, ids, request_id=self.request_id, deadline=self.deadline)
+        """The state after `ids`, at least one. Raises what `InferenceBackend.submit` raises.
+
+        The last id is pending: whatever starts there reads it first, and so has a log-probability for what comes next.
+        """
+        fed, pending = (ids[:-1], ids[-1]) if len(ids) > 1 else (ids, None)
+        finished = await read_again(self.backend, fed, request_id=self.request_id, deadline=self.deadline)
         if finished.end_state is None:
             is_aborted = finished.reason is FinishReason.ABORT
             raise stopping() if is_aborted else finished.error or NsmError("the engine failed on this request")
         mark = LogMark(version=1, num_log_tokens=len(ids), num_sampled=0, seed=NO_SEED)
-        end = dataclasses.replace(finished.end_state, generated_counts={}, pending=None, position=len(ids))
+        end = dataclasses.replace(finished.end_state, generated_counts={}, pending=pending, position=len(fed))
         return file_at(
             self.backend, end, ids, (mark,), tenant=tenant, name=name, state_format=self.state_format
         )  # fmt: skip

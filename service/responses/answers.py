@@ -11,7 +11,7 @@ from nsm_core.engine.request import Finished
 from nsm_core.errors import NotFound, NsmError, TurnCancelled
 from service.deps import Services, TenantScope
 from service.generate.chat import PrefixCutter
-from service.generate.choices import RequestGroup, ends_of
+from service.generate.choices import ends_of
 from service.responses.format import (
     Event,
     Response,
@@ -23,6 +23,7 @@ from service.responses.format import (
 from service.responses.records import StoredResponse
 from service.responses.running import ResponseText, finish_response, refresh_status, wait_for_result
 from service.responses.stream import ResponseStream, output_of
+from service.responses.unstored import Unstored
 from service.schemas.items import new_item_id
 from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource
 from service.web.errors import report
@@ -134,10 +135,12 @@ class ReadAnswer:
 class UnstoredResponse:
     """A response of which nothing is kept: it ends when its client leaves."""
 
-    def __init__(self, services: Services, group: RequestGroup, opened: Response) -> None:
-        self._group = group
+    def __init__(self, services: Services, unstored: Unstored, opened: Response) -> None:
+        self._group = unstored.group
+        self._returned = unstored.returned
         self._opened = opened
         self._item_id = new_item_id()
+        self._reasoning = services.chat_template.reasoning
         self._cutter = PrefixCutter(services.chat_template.answer_prefix)
         self._texts: list[str] = []
 
@@ -146,7 +149,7 @@ class UnstoredResponse:
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """A failure is an event too."""
-        stream = ResponseStream(self._opened, self._item_id)
+        stream = ResponseStream(self._opened, self._item_id, reasoning=self._reasoning)
         yield stream.begin()
         try:
             async with contextlib.aclosing(self._pieces()) as batches:
@@ -154,7 +157,7 @@ class UnstoredResponse:
                     events = stream.feed(pieces)
                     if events:
                         yield events
-            ended = self._ended()
+            ended = await self._ended()
         except NsmError as error:
             report(error, request_id=self._opened["id"])
             ended = failed_response(self._opened, error)
@@ -164,7 +167,7 @@ class UnstoredResponse:
         async with contextlib.aclosing(self._pieces()) as batches:
             async for _ in batches:
                 pass
-        return self._ended()
+        return await self._ended()
 
     async def _pieces(self) -> AsyncGenerator[list[str], None]:
         """`_texts`, as they are added to."""
@@ -175,10 +178,13 @@ class UnstoredResponse:
                 if pieces:
                     yield pieces
 
-    def _ended(self) -> Response:
+    async def _ended(self) -> Response:
         finished: Finished = ends_of(self._group)[0]
-        text, status = "".join(self._texts), status_of(finished)
-        return ended_response(self._opened, finished, output_of(self._opened, self._item_id, text, status=status))
+        status, how = status_of(finished), self._reasoning
+        output = output_of(self._opened, self._item_id, self._texts, status=status, reasoning=how)
+        num_thought = output.num_thought_pieces
+        ended = ended_response(self._opened, finished, output.items, reasoning_tokens=num_thought)
+        return ended if self._returned is None else {**ended, "state": await self._returned.object(finished)}
 
 
 async def _until_end(
@@ -186,7 +192,7 @@ async def _until_end(
 ) -> AsyncGenerator[list[Event], None]:
     """The events up to the last piece of text; `text` is left with all of them, and with the turn's end."""
     text = text or ResponseText(services)
-    stream = ResponseStream(opening_of(stored.response), stored.item_id)
+    stream = ResponseStream(opening_of(stored.response), stored.item_id, reasoning=stored.reasoning)
     yield stream.begin()
     async with contextlib.aclosing(source.batches()) as batches:
         async for turn_events in batches:
@@ -203,5 +209,5 @@ def _require_ended(stored: StoredResponse, end: TurnOutcome | None) -> None:
 
 def _events_of(stored: StoredResponse) -> list[Event]:
     """All events of an ended response."""
-    stream = ResponseStream(opening_of(stored.response), stored.item_id)
+    stream = ResponseStream(opening_of(stored.response), stored.item_id, reasoning=stored.reasoning)
     return [*stream.begin(), *stream.feed(stored.deltas), *stream.end(stored.response)]

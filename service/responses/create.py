@@ -49,7 +49,7 @@ async def open_response(
     """
     scope.services.check_model(body.model)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(scope.tenant, key)
-    digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
+    digest = digest_of(body.model_dump(exclude={*body.non_semantic_fields, "return_state"}))
     earlier = None if key is None or not body.store else await _earlier(scope, response_id, digest)
     if earlier is not None and earlier.response["status"] not in GIVEN_UP:
         return ReadAnswer(scope, earlier)
@@ -86,10 +86,12 @@ async def _open_unstored(
     plan = await make_plan(scope, body, context, body.items())
     opening = await _opening(scope, body, arrival, is_resumable=False)
     try:
-        group = await open_unstored(opening, plan, response_id=opened["id"], is_stream=body.stream)
+        unstored = await open_unstored(
+            opening, plan, response_id=opened["id"], is_stream=body.stream, return_state=body.return_state
+        )
     except NotFound as error:
         raise _gone(body, error) from error
-    return UnstoredResponse(scope.services, group, opened)
+    return UnstoredResponse(scope.services, unstored, opened)
 
 
 async def _open_stored(
@@ -97,8 +99,13 @@ async def _open_stored(
 ) -> StoredAnswer:
     scope, items = opening.scope, body.items()
     draft = Draft(
-        response=opened, input=items, conversation_id=body.conversation, digest=digest, earlier=earlier
-    )  # fmt: skip
+        response=opened,
+        input=items,
+        conversation_id=body.conversation,
+        digest=digest,
+        reasoning=scope.services.chat_template.reasoning,
+        earlier=earlier,
+    )
     context = await find_context(scope, body)
     try:
         plan = await make_plan(scope, body, context, items)

@@ -69,7 +69,9 @@ def status_of(finished: Finished) -> str:
     return "completed" if finished.reason is FinishReason.STOP else "incomplete"
 
 
-def ended_response(opened: Response, finished: Finished, output: list[Item]) -> Response:
+def ended_response(
+    opened: Response, finished: Finished, output: list[Item], *, reasoning_tokens: int = 0
+) -> Response:  # fmt: skip
     """The object of a response that came to an end of its own."""
     status = status_of(finished)
     is_whole = status == "completed"
@@ -79,7 +81,7 @@ def ended_response(opened: Response, finished: Finished, output: list[Item]) -> 
         "completed_at": math.floor(time.time()) if is_whole else None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "output": output,
-        "usage": usage(finished, has_energy="include_energy" in opened),
+        "usage": usage(finished, reasoning_tokens=reasoning_tokens, has_energy="include_energy" in opened),
     }
 
 
@@ -92,7 +94,7 @@ def cancelled_response(opened: Response) -> Response:
     return {**opened, "status": "cancelled"}
 
 
-def usage(finished: Finished, *, has_energy: bool = False) -> dict[str, Any]:
+def usage(finished: Finished, *, reasoning_tokens: int, has_energy: bool = False) -> dict[str, Any]:
     """`input_tokens`: all that the answer stands on; `cached_tokens`: those that a state covered; `replayed_tokens`, if
     there are some: those that the chain had read before, and that were read again.
     """
@@ -104,7 +106,7 @@ def usage(finished: Finished, *, has_energy: bool = False) -> dict[str, Any]:
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": details,
         "output_tokens": finished.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,
     }
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nsm_core.chat_template import Reasoning
 from nsm_core.errors import NotFound
 from service.deps import TenantScope
 from service.messages import quoted
@@ -20,7 +21,8 @@ MAX_TRIES = 20  # of a change that another writer was faster with
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A response before its turn has begun. `digest`: of its body, for a retry with the same key.
+    """A response before its turn has begun. `digest`: of its body, for a retry with the same key; `reasoning`: see
+    ChatTemplate.
 
     `earlier`: the failed try that it takes the place of.
     """
@@ -29,6 +31,7 @@ class Draft:
     input: list[Item]
     conversation_id: str | None
     digest: str
+    reasoning: Reasoning
     earlier: StoredResponse | None = None
 
 
@@ -48,6 +51,7 @@ class StoredResponse:
     item_id: str
     chain: Chain
     deltas: list[str] = dataclasses.field(default_factory=list)
+    reasoning: Reasoning = "none"  # of a response that an earlier build stored
     version: int = ABSENT
 
     @classmethod
@@ -59,6 +63,7 @@ class StoredResponse:
             digest=draft.digest,
             item_id=new_item_id(),
             chain=chain,
+            reasoning=draft.reasoning,
             version=ABSENT if draft.earlier is None else draft.earlier.version,
         )
 

@@ -120,9 +120,10 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
     else:
         head, before = end.head, stored.chain.end
         position = LogPosition(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
-        whole = "".join(text.deltas)
-        output = output_of(stored.response, stored.item_id, whole, status=status_of(end.finished))
-        response = ended_response(stored.response, end.finished, output)
+        status, how = status_of(end.finished), stored.reasoning
+        output = output_of(stored.response, stored.item_id, text.deltas, status=status, reasoning=how)
+        num_thought = output.num_thought_pieces
+        response = ended_response(stored.response, end.finished, output.items, reasoning_tokens=num_thought)
         stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, end=position))
     return dataclasses.replace(stored, response=response, deltas=text.deltas)
 

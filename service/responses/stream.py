@@ -1,16 +1,19 @@
 """The events of one response, out of the pieces of its text; and the items that its output has at the end.
 
 Without tools there is one message, whose item is opened before the first piece. With tools an item is opened when its
-first piece is there: a message, or a call. Everything follows from the pieces, in their order, so that whoever reads a
-response again gets the same events under the same numbers.
+first piece is there: a message, or a call. So is the item of a thought, which comes before them. Everything follows
+from the pieces, in their order, so that whoever reads a response again gets the same events under the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from nsm_core.chat_template import Reasoning
 from nsm_core.hashing import identity_of
+from service.generate.thoughts import ThoughtReader
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, CallEnded, Piece, TextPiece, ToolCallReader
 from service.responses.format import LAST_EVENTS, Event, Response
 from service.schemas.items import Item, output_item, output_text
@@ -20,11 +23,14 @@ CALL_ID_CHARS = 24
 
 
 class ResponseStream:
-    """Of one reader: `begin`, then `feed` for each batch of pieces, then `end`. `number` events were given so far."""
+    """Of one reader: `begin`, then `feed` for each batch of pieces, then `end`. `number` events were given so far.
 
-    def __init__(self, opened: Response, item_id: str) -> None:
+    `reasoning`: see ChatTemplate, of the template by which the answer is read.
+    """
+
+    def __init__(self, opened: Response, item_id: str, *, reasoning: Reasoning) -> None:
         self._opened, self._item_id = opened, item_id
-        self._builder = _builder_of(opened, item_id)
+        self._builder = _builder_of(opened, item_id, reasoning)
         self.number = 0
 
     def begin(self) -> list[Event]:
@@ -52,13 +58,28 @@ class ResponseStream:
         return [{**event, "sequence_number": start + offset} for offset, event in enumerate(events)]
 
 
-def output_of(opened: Response, item_id: str, text: str, *, status: str) -> list[Item]:
-    """The items of a whole answer; `status`: of the one that it ends with."""
-    builder = _builder_of(opened, item_id)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """The items of a whole answer. `num_thought_pieces`: pieces that the thought took."""
+
+    items: list[Item]
+    num_thought_pieces: int
+
+
+def output_of(
+    opened: Response, item_id: str, pieces: Iterable[str], *, status: str, reasoning: Reasoning
+) -> Output:  # fmt: skip
+    """`status`: of the item that the answer ends with."""
+    builder = _builder_of(opened, item_id, reasoning)
     builder.begin()
-    builder.feed(text)
+    if not isinstance(builder, _ThinkingBuilder):
+        builder.feed("".join(pieces))
+        builder.end(status)
+        return Output(builder.items, 0)
+    for piece in pieces:
+        builder.feed(piece)
     builder.end(status)
-    return builder.items
+    return Output(builder.items, builder.num_thought_pieces)
 
 
 class _MessageBuilder:
@@ -152,10 +173,92 @@ class _CallingBuilder:
         ]
 
 
-def _builder_of(opened: Response, item_id: str) -> _MessageBuilder | _CallingBuilder:
-    if not tool_use_of(opened).tools:
-        return _MessageBuilder(item_id)
-    return _CallingBuilder(item_id, is_either=opened["text"]["format"]["type"] != "text")
+class _ThinkingBuilder:
+    """A thought, then what `answer` builds. An answer that ends within its thought has nothing else."""
+
+    def __init__(self, item_id: str, answer: _MessageBuilder | _CallingBuilder, *, is_open: bool) -> None:
+        self._id = f"rs_{identity_of(item_id, 'thought')[:32]}"
+        self._reader = ThoughtReader(is_open=is_open)
+        self._answer = answer
+        self._thought: list[str] = []
+        self._has_thought = self._has_answer = False  # whether each has begun
+        self._item: Item | None = None  # of the thought, once it has ended
+        self.num_thought_pieces = 0
+
+    @property
+    def items(self) -> list[Item]:
+        return [*([] if self._item is None else [self._item]), *self._answer.items]
+
+    def begin(self) -> list[Event]:
+        return []
+
+    def feed(self, piece: str) -> list[Event]:
+        events = [event for part in self._reader.feed(piece) for event in self._events(part.text, part.is_thought)]
+        self.num_thought_pieces += self._has_thought and not self._has_answer
+        return events
+
+    def end(self, status: str) -> list[Event]:
+        events = [event for part in self._reader.finish() for event in self._events(part.text, part.is_thought)]
+        if self._has_thought and not self._has_answer:
+            return [*events, *self._end_thought(status)]
+        return [*events, *self._begin_answer(), *self._shifted(self._answer.end(status))]
+
+    def _events(self, text: str, is_thought: bool) -> list[Event]:
+        if not is_thought:
+            return [*self._begin_answer(), *self._shifted(self._answer.feed(text))]
+        begun = [] if self._has_thought else _thought_begun(self._id)
+        self._has_thought = True
+        self._thought.append(text)
+        return [*begun, {"type": "response.reasoning_text.delta", **_thought_location(self._id), "delta": text}]
+
+    def _begin_answer(self) -> list[Event]:
+        if self._has_answer:
+            return []
+        self._has_answer = True
+        return [*(self._end_thought("completed") if self._has_thought else []), *self._shifted(self._answer.begin())]
+
+    def _end_thought(self, status: str) -> list[Event]:
+        self._item = _thought_item(self._id, "".join(self._thought), status=status)
+        part = self._item["content"][0]
+        return [
+            {"type": "response.reasoning_text.done", **_thought_location(self._id), "text": part["text"]},
+            {"type": "response.content_part.done", **_thought_location(self._id), "part": part},
+            {"type": "response.output_item.done", "output_index": 0, "item": self._item},
+        ]
+
+    def _shifted(self, events: list[Event]) -> list[Event]:
+        return [{**event, "output_index": event["output_index"] + self._has_thought} for event in events]
+
+
+def _builder_of(
+    opened: Response, item_id: str, reasoning: Reasoning
+) -> _MessageBuilder | _CallingBuilder | _ThinkingBuilder:
+    """An answer in a form, or a call that must come, has no thought before it."""
+    use, has_form = tool_use_of(opened), opened["text"]["format"]["type"] != "text"
+    answer = _CallingBuilder(item_id, is_either=has_form) if use.tools else _MessageBuilder(item_id)
+    if reasoning == "none" or has_form or use.is_forced:
+        return answer
+    return _ThinkingBuilder(item_id, answer, is_open=reasoning == "open")
+
+
+def _thought_item(item_id: str, text: str | None, *, status: str) -> Item:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def _thought_location(item_id: str) -> dict[str, Any]:
+    return {"item_id": item_id, "output_index": 0, "content_index": 0}
+
+
+def _thought_begun(item_id: str) -> list[Event]:
+    return [
+        _added(_thought_item(item_id, None, status="in_progress"), 0),
+        {
+            "type": "response.content_part.added",
+            **_thought_location(item_id),
+            "part": {"type": "reasoning_text", "text": ""},
+        },
+    ]
 
 
 def _added(item: Item, index: int) -> Event:

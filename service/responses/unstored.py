@@ -6,43 +6,81 @@ import asyncio
 import dataclasses
 
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.state.quantize import StateFormat
 from service.generate.choices import RequestGroup
+from service.generate.starting import ReturnedState, ids_of
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.opening import Opening
 from service.state.resume import ResumedSession, resume, resume_known
 
 
-async def open_unstored(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unstored:
+    """An admitted response. `returned`: its end state, if it was asked for."""
+
+    group: RequestGroup
+    returned: ReturnedState | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The engine's request, what its start had read, and the format that this was rounded to."""
+
+    request: GenerationRequest
+    before_ids: tuple[int, ...] = ()
+    rounding: StateFormat = StateFormat.FP32
+
+
+async def open_unstored(
+    opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool, return_state: bool
+) -> Unstored:
     """Raises NotFound when the session is gone, and what `InferenceBackend.submit` raises."""
-    services = opening.scope.services
-    request = await _request(opening, plan, response_id)
-    permit = services.tenants.enter(opening.scope.tenant)
-    return RequestGroup(
-        services.backend, services.metrics, [request], permit=permit, arrival=opening.arrival, is_stream=is_stream
+    services, tenant = opening.scope.services, opening.scope.tenant
+    asked = await _ask(opening, plan, response_id, has_end=return_state)
+    permit = services.tenants.enter(tenant)
+    group = RequestGroup(
+        services.backend, services.metrics, [asked.request], permit=permit, arrival=opening.arrival, is_stream=is_stream
     )
+    if not return_state:
+        return Unstored(group=group, returned=None)
+    returned = ReturnedState(
+        services=services,
+        tenant=tenant,
+        before_ids=asked.before_ids,
+        num_prompt=len(asked.request.prompt_ids),
+        seed=asked.request.sampling.seed,
+        state=plan.state,
+        rounding=asked.rounding,
+    )
+    return Unstored(group=group, returned=returned)
 
 
-async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> GenerationRequest:
+async def _ask(opening: Opening, plan: TurnPlan, response_id: str, *, has_end: bool) -> _Asked:
+    """`has_end`: whether the end state is wanted, and with it the log before."""
     fresh = GenerationRequest(
         request_id=response_id,
         prompt_ids=plan.input_ids,
         sampling=opening.sampling,
         deadline=opening.deadline,
         owner=opening.scope.tenant,
+        keep_state=has_end,
     )
     if plan.state is not None:
         prompt_ids = (*plan.state.pending_ids, *plan.input_ids)
-        return dataclasses.replace(fresh, prompt_ids=prompt_ids, resume=plan.state.resume)
+        request = dataclasses.replace(fresh, prompt_ids=prompt_ids, resume=plan.state.resume)
+        return _Asked(request=request, before_ids=ids_of(plan.state))
     if plan.start is None:
-        return fresh
-    start = await _start(opening, plan.start)
-    if start is not None:
-        request = start.generation_request(opening.turn_request(response_id, plan, plan.start))
-        return dataclasses.replace(request, keep_state=False)
-    log_ids = await opening.scope.services.store.read_log(
-        opening.scope.session_key(plan.start.session_id), stop=plan.start.num_log_tokens
-    )
-    return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
+        return _Asked(request=fresh)
+    start, key = await _start(opening, plan.start), opening.scope.session_key(plan.start.session_id)
+    if start is None:
+        log_ids = await opening.scope.services.store.read_log(key, stop=plan.start.num_log_tokens)
+        return _Asked(request=dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids)))
+    request = start.generation_request(opening.turn_request(response_id, plan, plan.start))
+    request = dataclasses.replace(request, keep_state=has_end)
+    if not has_end or request.resume is None:
+        return _Asked(request=request)
+    log_ids = await opening.scope.services.store.read_log(key, stop=request.resume.position)
+    return _Asked(request=request, before_ids=log_ids, rounding=start.rounding)
 
 
 async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:

@@ -15,10 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import SEED_BITS
 from service.deps import Arrival, ArrivalDep, Services, ServicesDep, TenantDep
-from service.generate.session_turn import open_session_turn, read_input, send_turn
+from service.generate.session_turn import REPLAYED, open_session_turn, read_input, retry_identity, send_turn
 from service.named_states.start_state import session_from
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
@@ -42,6 +41,7 @@ from service.stores.sessions.key import SessionKey
 from service.transfer.import_session import ImportRequest, import_session
 from service.transfer.session_file import read_file, write_file
 from service.turns.append import AppendRequest, append_to_session
+from service.turns.codec import digest_of
 from service.turns.rewind import RewindRequest, rewind_session
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
@@ -179,17 +179,15 @@ async def append(
     body: AppendBody,
     services: ServicesDep,
     arrival: ArrivalDep,
-    idempotency_key: Annotated[str | None, Header(description="refused: use `expected_version`")] = None,
+    idempotency_key: Annotated[str | None, Header(description="a retry with the same key reads nothing twice")] = None,
 ) -> Response:
     """Reads `input` after all that the session has read, and commits it; nothing is sampled.
 
-    The next turn begins where it ends. `mark` is the version before, for `clear`. With `expected_version`
-    a retry of a committed append is 409 and reads nothing twice. An `Idempotency-Key` is 400.
+    The next turn begins where it ends. `mark` is the version before, for `clear`. A retry with the same
+    `Idempotency-Key` and body gets the first answer; with `expected_version` alone it is 409. Neither reads twice.
     """
-    if idempotency_key is not None:
-        message = "the header Idempotency-Key is not supported by append: give expected_version, then a retry is 409"
-        raise InvalidRequest(message, param="Idempotency-Key")
     services.log_prompt(arrival, body.input)
+    digest = digest_of({"append": body.model_dump()})
     request = AppendRequest(
         request_id=f"append-{uuid.uuid4().hex}",
         key=key,
@@ -198,10 +196,15 @@ async def append(
         expected_version=body.expected_version,
         arrival=arrival.time,
         deadline=arrival.time + services.settings.request_timeout_s,
+        identity=None if idempotency_key is None else retry_identity(idempotency_key, None, digest),
+        digest=digest,
     )
     done = await append_to_session(services.turns, services.backend, services.store, services.tenants, request)
     extra = {"mark": done.mark, "num_appended": done.num_tokens}
-    return json_response({**session_object(services, done.head), **extra})
+    response = json_response({**session_object(services, done.head), **extra})
+    if done.is_replay:
+        response.headers[REPLAYED] = "true"
+    return response
 
 
 @router.post(

@@ -117,13 +117,14 @@ class ChatAnswer(BaseModel):
 
 
 class ItemAnswer(BaseModel):
-    """A message of a response or a conversation."""
+    """A message of a response or a conversation, or a thought: that has `summary`, and no role."""
 
     id: str
-    type: Literal["message"]
-    role: Literal["system", "developer", "user", "assistant"]
+    type: Literal["message", "reasoning"]
+    role: Literal["system", "developer", "user", "assistant"] | None = None
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[Object]
+    summary: list[Object] | None = None
 
 
 class ItemPage(BaseModel):
@@ -168,6 +169,7 @@ class ResponseObject(BaseModel):
     truncation: str
     usage: Object | None
     include_energy: bool | None = None
+    state: ReturnedStateAnswer | None = None
 
 
 class InputTokens(BaseModel):

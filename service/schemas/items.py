@@ -58,8 +58,9 @@ def result_item(call_id: str, output: str) -> Item:
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """The items as the model reads them: a developer's message is a system message by its older name, calls that
-    follow an answer's text or each other are one answer, and so are results one message.
+    follow an answer's text or each other are one answer, and so are results one message. Thoughts are not read again.
     """
+    items = [item for item in items if item["type"] != "reasoning"]
     messages: list[ChatMessage] = []
     for kind, group in itertools.groupby(items, key=_group_of):
         if kind == "results":

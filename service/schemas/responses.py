@@ -183,7 +183,7 @@ class ContextFields(RequestBody):
             return [{"role": "user", "content": value}]
         if not isinstance(value, list):
             raise ValueError("must be a string or a list of messages")
-        return refuse_other_items(value, "input")
+        return refuse_other_items([item for item in value if not _is_thought(item)], "input")
 
     @field_validator("conversation", mode="after")
     @classmethod
@@ -250,6 +250,9 @@ class CreateResponseBody(SamplingFields, ContextFields):
     store: bool = True
     background: bool = False
     max_output_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
+    return_state: bool = Field(
+        default=False, description="the state at the end of a response that is not stored, as a file in base64"
+    )
     metadata: Metadata = Field(default={})
     text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = None
 
@@ -270,6 +273,9 @@ class CreateResponseBody(SamplingFields, ContextFields):
         for name in ("background", "conversation"):
             if getattr(self, name) and not self.store:
                 raise InvalidRequest(f"{name} needs store: true", param=name)
+        if self.return_state and self.store:
+            message = "return_state needs store: false: a stored response goes on by previous_response_id"
+            raise InvalidRequest(message, param="return_state")
         return self
 
     @property
@@ -304,6 +310,11 @@ class CountTokensBody(ContextFields):
     ignored: ClassVar = {**IGNORED, "stream_options": dict}
     unsupported = UNSUPPORTED
     other_names = OF_CHAT
+
+
+def _is_thought(item: Any) -> bool:
+    """Of an earlier answer: clients send all of its items back, and this one is not read again."""
+    return isinstance(item, dict) and item.get("type") == "reasoning"
 
 
 def _text_of(part: Any) -> str:

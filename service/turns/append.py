@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
 
 from nsm_core.engine.request import EndState, Finished, GenerationRequest
+from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SEED_BITS, SamplingParams
 from service.backends.base import InferenceBackend
 from service.state.rebuild import read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume
 from service.stores.sessions.base import Commit, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.turn_records import EndedTurn, TurnRecord
 from service.tenants.tenants import Tenants
+from service.turns.codec import CommitPoint, TurnResult, decode_result, encode_result
+from service.turns.follower import head_at
 from service.turns.lease import HeldLease
 from service.turns.turn import Turn
-from service.turns.turns import TurnRegistry
+from service.turns.turns import TurnRegistry, require_same
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AppendRequest:
-    """`is_verbatim`, `expected_version`: see TurnRequest. `arrival`, `deadline`: `time.monotonic()` readings."""
+    """`is_verbatim`, `expected_version`, `identity`, `digest`: see TurnRequest. `arrival`, `deadline`:
+    `time.monotonic()` readings.
+    """
 
     request_id: str
     key: SessionKey
@@ -31,48 +38,115 @@ class AppendRequest:
     expected_version: int | None
     arrival: float
     deadline: float
+    identity: str | None = None
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Appended:
-    """`mark`: the version before, to which the session can return. `num_tokens`: that were added to its log."""
+    """`mark`: the version before, to which the session can return. `num_tokens`: that were added to its log.
+
+    `is_replay`: an earlier try with the same identity did it.
+    """
 
     head: SessionHead
     mark: int
     num_tokens: int
+    is_replay: bool = False
 
 
 async def append_to_session(
     turns: TurnRegistry, backend: InferenceBackend, store: SessionStore, tenants: Tenants, request: AppendRequest
 ) -> Appended:
-    """Reads and commits; the session is at a new version.
+    """Reads and commits; the session is at a new version. A request whose identity was appended before reads nothing.
 
-    Raises the errors of `TurnRegistry.open_turn`; then nothing has changed.
+    Raises the errors of `TurnRegistry.open_turn`, and KeyReused; then nothing has changed.
     """
     async with turns.exclusive(request.key) as (turn, held):
-        head = held.stored.head
-        require_version(head, request.expected_version)
-        await tenants.check_stored_bytes(request.key.tenant)
-        start = await _resume(backend, store, held)
-        asked = start.generation_request(_as_turn(request))
-        end = await _read(backend, turn, asked)
-        new_ids = start.new_log_ids(end)
-        snapshot = await start.encode_next(
-            end, seed=asked.sampling.seed, created_at=time.time(), state_format=held.state_format
-        )
-        commit = Commit(
-            expected_version=head.version,
-            snapshot=snapshot,
-            position=end.position,
-            model_fingerprint=backend.model.fingerprint,
-            new_ids=new_ids,
-            num_sampled=0,
-            seed=asked.sampling.seed,
-            tokenizer_fingerprint=backend.tokenizer.fingerprint,
-            numerics=backend.model.numerics,
-            energy_joules=start.energy_joules,
-        )
-        return Appended(await held.commit(commit), head.version, len(new_ids))
+        if request.identity is None:
+            return await _append(backend, store, tenants, request, turn, held, turn_id=None, ttl_s=0.0)
+        record = await turns.begin_record(held, _as_turn(request))
+        require_same(record.digest, request.digest)
+        if record.status == "committed":
+            return _appended_before(held.stored.head, record)
+        try:  # an earlier try whose process was lost is done again, under its own record
+            ttl_s = turns.record_ttl_s
+            return await _append(backend, store, tenants, request, turn, held, turn_id=record.turn_id, ttl_s=ttl_s)
+        except BaseException:
+            with contextlib.suppress(NsmError):
+                await held.forget_turn(record.turn_id)
+            raise
+
+
+async def _append(
+    backend: InferenceBackend,
+    store: SessionStore,
+    tenants: Tenants,
+    request: AppendRequest,
+    turn: Turn,
+    held: HeldLease,
+    *,
+    turn_id: str | None,
+    ttl_s: float,
+) -> Appended:
+    """`turn_id`: of the record that keeps the result for a retry, for `ttl_s` seconds; None: nothing is kept."""
+    head = held.stored.head
+    require_version(head, request.expected_version)
+    await tenants.check_stored_bytes(request.key.tenant)
+    start = await _resume(backend, store, held)
+    asked = start.generation_request(_as_turn(request))
+    finished, end = await _read(backend, turn, asked)
+    new_ids = start.new_log_ids(end)
+    snapshot = await start.encode_next(
+        end, seed=asked.sampling.seed, created_at=time.time(), state_format=held.state_format
+    )
+    commit = Commit(
+        expected_version=head.version,
+        snapshot=snapshot,
+        position=end.position,
+        model_fingerprint=backend.model.fingerprint,
+        new_ids=new_ids,
+        num_sampled=0,
+        seed=asked.sampling.seed,
+        turn=None if turn_id is None else _ended(turn_id, asked, finished, start, end, new_ids, ttl_s),
+        tokenizer_fingerprint=backend.tokenizer.fingerprint,
+        numerics=backend.model.numerics,
+        energy_joules=start.energy_joules,
+    )
+    return Appended(await held.commit(commit), head.version, len(new_ids))
+
+
+def _ended(
+    turn_id: str,
+    asked: GenerationRequest,
+    finished: Finished,
+    start: ResumedSession,
+    end: EndState,
+    new_ids: tuple[int, ...],
+    ttl_s: float,
+) -> EndedTurn:
+    head = start.head
+    result = TurnResult(
+        sampling=asked.sampling,
+        render_options={"num_appended": len(new_ids)},
+        tokens=(),
+        finished=finished,
+        commit_point=CommitPoint(
+            version=head.version + 1, position=end.position, num_log_tokens=head.num_log_tokens + len(new_ids)
+        ),
+        rebuilt=start.rebuilt,
+        other_numerics=start.other_numerics,
+    )
+    return EndedTurn(turn_id=turn_id, result=encode_result(result), ttl_s=ttl_s)
+
+
+def _appended_before(head: SessionHead, record: TurnRecord) -> Appended:
+    """What the first try was told, whatever the session has read since."""
+    result = decode_result(record.result or b"")
+    if result.commit_point is None:
+        raise RuntimeError("a committed turn has no end")
+    there = head_at(head, result.commit_point)
+    return Appended(there, there.version - 1, result.render_options["num_appended"], is_replay=True)
 
 
 async def _resume(backend: InferenceBackend, store: SessionStore, held: HeldLease) -> ResumedSession:
@@ -96,12 +170,15 @@ def _as_turn(request: AppendRequest) -> TurnRequest:
         sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=seed, ignore_eos=True),
         has_own_seed=False,
         arrival=request.arrival,
+        expected_version=request.expected_version,
         deadline=request.deadline,
+        identity=request.identity,
+        digest=request.digest,
     )
 
 
-async def _read(backend: InferenceBackend, turn: Turn, asked: GenerationRequest) -> EndState:
-    """The state after the prompt."""
+async def _read(backend: InferenceBackend, turn: Turn, asked: GenerationRequest) -> tuple[Finished, EndState]:
+    """How the reading ended, and the state after the prompt."""
     generation = backend.submit(asked)
     turn.attach(generation)
     finished: Finished | None = None
@@ -118,7 +195,7 @@ async def _read(backend: InferenceBackend, turn: Turn, asked: GenerationRequest)
         raise error
     if finished.end_state is None:
         raise RuntimeError("the engine ended a session's request without its state")
-    return _without_sampled(finished.end_state, num_read=len(asked.prompt_ids))
+    return finished, _without_sampled(finished.end_state, num_read=len(asked.prompt_ids))
 
 
 def _without_sampled(end: EndState, *, num_read: int) -> EndState:

@@ -157,12 +157,12 @@ class TurnFollower:
         finished = self._replayer.finish(result.finished)
         return TurnOutcome(
             finished=finished,
-            head=_head_at(head, result.commit_point),
+            head=head_at(head, result.commit_point),
             session_joules=result.session_joules,
             error=result.error,
         )
 
 
-def _head_at(head: SessionHead, commit_point: CommitPoint | None) -> SessionHead:
+def head_at(head: SessionHead, commit_point: CommitPoint | None) -> SessionHead:
     """The head as a turn left it that is not the newest any more."""
     return head if commit_point is None else dataclasses.replace(head, **dataclasses.asdict(commit_point))

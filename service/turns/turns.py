@@ -65,6 +65,7 @@ class TurnRegistry:
         self._lifecycle = lifecycle
         self._tenants = tenants
         self._detached_s = detached_s
+        self.record_ttl_s = record_ttl_s
         self._opening = TurnAdmission(
             backend=backend,
             store=store,
@@ -112,7 +113,7 @@ class TurnRegistry:
                 record = await self._opening.begin_record(held, request)
                 if record.turn_id == request.request_id:
                     return self._run(await self._opening.begin(turn, held, request, record))
-                _require_same(record.digest, request)
+                require_same(record.digest, request.digest)
                 if record.status == "running":
                     turn.is_replay = True
                     run = await self._opening.go_on(turn, held, record)
@@ -161,7 +162,7 @@ class TurnRegistry:
         while (running := self._running.get(request.key)) is not None:
             if request.identity is None or running.identity != request.identity:
                 raise session_busy(request.key.session_id)
-            _require_same(running.digest, request)
+            require_same(running.digest, request.digest)
             await running.begun.wait()
             if running.turn_id:
                 self._metrics.sessions.turn_replayed()
@@ -176,7 +177,7 @@ class TurnRegistry:
         record = await self._store.get_turn(request.key, identity=request.identity)
         if record is None:
             return None
-        _require_same(record.digest, request)
+        require_same(record.digest, request.digest)
         self._metrics.sessions.turn_replayed()
         return await self._reader(request.key, record)
 
@@ -212,6 +213,12 @@ class TurnRegistry:
             return self._leases.take(key, on_lost=turn.stop)
 
         return self._reserved(key, take)
+
+    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
+        """For work inside `exclusive` that a retry may ask for again: its record, or that of the first try. Whoever
+        gets a running one commits with its result, or forgets it. Raises VersionConflict.
+        """
+        return await self._opening.begin_record(held, request)
 
     @contextlib.asynccontextmanager
     async def _reserved(
@@ -323,9 +330,9 @@ class TurnRegistry:
                     self._release(head.key, end)
 
 
-def _require_same(digest: str, request: TurnRequest) -> None:
-    """Raises KeyReused: the same key, but not the same request."""
-    if digest != request.digest:
+def require_same(first: str, digest: str) -> None:
+    """Raises KeyReused: the same key, but not the digest of its first request."""
+    if digest != first:
         raise KeyReused(
             "Idempotency-Key was used before for another request on this session; a new request needs a new key"
         )

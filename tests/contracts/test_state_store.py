@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nsm_core.errors import VersionConflict
 from service.stores.sessions.base import SessionStore
 from service.stores.states.base import PUBLISHED, NewState, StateStore
 from service.stores.states.factory import states_beside
@@ -70,7 +71,7 @@ async def test_of_additions_at_once_each_has_a_version(states: StateStore) -> No
 
 
 async def test_what_differs_in_tenant_or_name_is_another_state(states: StateStore) -> None:
-    for tenant, name in (("a", "x"), ("b", "x"), (PUBLISHED, "x"), ("a", "x1")):
+    for tenant, name in (("a", "x"), ("b", "x"), (PUBLISHED, "x"), ("a", "x1")):  # published last
         await states.add(tenant=tenant, name=name, state=new_state(f"{tenant}{name}".encode()))
     assert [state.reference for state in await states.list(tenant="a")] == ["x@1", "x1@1"]
     stored = await states.load(tenant=PUBLISHED, name="x", version=1)
@@ -104,3 +105,27 @@ async def test_a_state_that_is_not_there_is_none(states: StateStore) -> None:
     assert await states.get(tenant="a", name="other") is None
     assert await states.load(tenant="a", name="x", version=2) is None
     assert await states.delete(tenant="a", name="x", version=7) == 0
+
+
+async def test_a_published_name_is_refused_to_a_tenant_that_has_no_version(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state())
+    await states.add(tenant=PUBLISHED, name="x", state=new_state())
+    assert (await states.add(tenant="a", name="x", state=new_state())).version == 2
+    with pytest.raises(VersionConflict, match="published"):
+        await states.add(tenant="b", name="x", state=new_state())
+    assert await states.list(tenant="b") == ()
+    assert await states.usage(tenant="b") == 0
+    assert (await states.add(tenant=PUBLISHED, name="x", state=new_state())).version == 2
+
+
+async def test_of_a_publication_and_tenants_at_once_no_tenant_is_later(states: StateStore) -> None:
+    """Whoever was refused has nothing, and whoever was not was there before."""
+    tenants = [f"t{number}" for number in range(6)]
+    owners = (*tenants[:3], PUBLISHED, *tenants[3:])
+    added = await asyncio.gather(
+        *(states.add(tenant=owner, name="x", state=new_state()) for owner in owners), return_exceptions=True
+    )
+    for owner, one in zip(owners, added, strict=True):
+        assert (await states.get(tenant=owner, name="x") is None) == isinstance(one, VersionConflict)
+    with pytest.raises(VersionConflict):
+        await states.add(tenant="late", name="x", state=new_state())

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
+from nsm_core.errors import VersionConflict
+
 PUBLISHED = "*"  # the owner of what the operator publishes; no tenant can have this name
 
 
@@ -57,15 +59,24 @@ class StoredState:
     text: str | None
 
 
+def name_is_published(name: str) -> VersionConflict:
+    """The refusal of a tenant's state with such a name."""
+    return VersionConflict(f"the operator has published a state {name!r}: choose another name", param="name")
+
+
 class StateStore(Protocol):
     """Every call names the tenant: another tenant's states do not exist.
 
     Lives on the connections of a session store, and is open while that is. Errors: StoreUnavailable, StorageFull,
-    SnapshotCorrupt. Implementations: `sqlite`, `redis`.
+    SnapshotCorrupt, VersionConflict. Implementations: `sqlite`, `redis`.
     """
 
     async def add(self, *, tenant: str, name: str, state: NewState) -> NamedState:
-        """The next version of the name. Durable when it returns."""
+        """The next version of the name. Durable when it returns.
+
+        Raises VersionConflict for a name that is published, unless the tenant has a version of it: one reference must
+        not mean two. Whoever publishes meanwhile, it is so when this returns.
+        """
         ...
 
     async def get(self, *, tenant: str, name: str, version: int | None = None) -> NamedState | None:

@@ -10,11 +10,11 @@ import secrets
 import time
 from collections.abc import Callable
 
-from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from nsm_core.errors import SnapshotCorrupt, StoreUnavailable, VersionConflict
 from service.stores.redis.client import Attempt
 from service.stores.redis.scripts import load_script
 from service.stores.sessions.redis import RedisSessionStore
-from service.stores.states.base import NamedState, NewState, StoredState
+from service.stores.states.base import PUBLISHED, NamedState, NewState, StoredState, name_is_published
 from service.stores.states.fields import decode_fields, encode_fields
 
 STAGED_S = 600  # for bytes whose state was not added: its process has ended
@@ -31,6 +31,24 @@ class RedisStateStore:
         self._clock = clock
 
     async def add(self, *, tenant: str, name: str, state: NewState) -> NamedState:
+        await self._require_own(tenant, name)
+        added = await self._add(tenant, name, state)
+        try:  # a tenant's names and the published ones may live on two servers: no script reads both
+            await self._require_own(tenant, name, besides=added.version)
+        except VersionConflict:
+            await self.delete(tenant=tenant, name=name, version=added.version)
+            raise
+        return added
+
+    async def _require_own(self, tenant: str, name: str, *, besides: int | None = None) -> None:
+        """Raises VersionConflict for a published name of which the tenant has no version, or only `besides`."""
+        own = [] if tenant == PUBLISHED else await self.list(tenant=tenant)
+        if tenant == PUBLISHED or any(state.name == name and state.version != besides for state in own):
+            return
+        if await self.get(tenant=PUBLISHED, name=name) is not None:
+            raise name_is_published(name)
+
+    async def _add(self, tenant: str, name: str, state: NewState) -> NamedState:
         nonce = secrets.token_hex(12)
         keys, fields = self._keys.states(tenant), encode_fields(state, created_at=self._clock())
         staged, text = keys.file(nonce), "" if state.text is None else "t" + state.text

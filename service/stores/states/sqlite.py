@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
-from service.stores.states.base import NamedState, NewState, StoredState
+from service.stores.states.base import PUBLISHED, NamedState, NewState, StoredState, name_is_published
 from service.stores.states.fields import decode_fields, encode_fields, num_bytes_of
 
 NEXT = (
@@ -36,6 +36,8 @@ class SqliteStateStore:
 
         def work(connection: sqlite3.Connection) -> int:
             with transaction(connection):
+                if tenant != PUBLISHED and not _has(connection, tenant, name) and _has(connection, PUBLISHED, name):
+                    raise name_is_published(name)
                 (version,) = connection.execute(NEXT, (tenant, name)).fetchone()
                 row = (tenant, name, version, fields, num_bytes_of(state), state.file, state.text)
                 connection.execute("INSERT INTO named_states VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -73,3 +75,7 @@ class SqliteStateStore:
 
     async def usage(self, *, tenant: str) -> int:
         return int(await self._database.read(lambda connection: connection.execute(USAGE, (tenant,)).fetchone()[0]))
+
+
+def _has(connection: sqlite3.Connection, tenant: str, name: str) -> bool:
+    return connection.execute(FIND, (tenant, name, None)).fetchone() is not None

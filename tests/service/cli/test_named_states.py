@@ -14,7 +14,7 @@ def test_states_are_made_listed_shown_moved_and_deleted(nsm: Nsm, tmp_path: Path
     session_id = id_of(nsm("chat", "--max-tokens", 4, stdin="Hello").stderr)
     assert nsm("states", "create", "rules", "--session", session_id).stdout.startswith("made rules@2: ")
     early = nsm("states", "create", "early", "--session", session_id, "--position", 3, "--published").stdout
-    assert early == "made early@1: 2 tokens read\n"
+    assert early == "made early@1: 3 tokens\n"
     listed = json.loads(nsm("states", "list", "--json").stdout)
     assert [(state["id"], state["published"]) for state in listed] == [
         ("rules@2", False),
@@ -26,7 +26,7 @@ def test_states_are_made_listed_shown_moved_and_deleted(nsm: Nsm, tmp_path: Path
     assert (shown["id"], shown["source"]) == ("rules@1", "text")
     file = tmp_path / "rules.nsm-state"
     assert nsm("states", "export", "rules@1", file).stdout.startswith(f"wrote {file}: ")
-    assert nsm("states", "import", "copy", file).stdout == f"made copy@1: {shown['position']} tokens read\n"
+    assert nsm("states", "import", "copy", file).stdout == f"made copy@1: {shown['num_tokens']} tokens\n"
     assert nsm("states", "delete", "rules").stdout == "deleted rules (2 versions)\n"
     assert nsm("states", "delete", "early", "--published").stdout == "deleted early\n"
     assert [state["id"] for state in json.loads(nsm("states", "list", "--json").stdout)] == ["copy@1"]
@@ -45,6 +45,16 @@ def test_what_cannot_be_is_one_line(nsm: Nsm) -> None:
         "Invalid value: a state must read at least 1 character, the text is empty",
         status=2,
     )
+
+
+def test_published_name_is_refused_to_a_tenant(nsm: Nsm, tmp_path: Path) -> None:
+    nsm("states", "create", "rules", "--text", "Once", "--published")
+    words = "the operator has published a state 'rules': choose another name"
+    assert_one_line(nsm("states", "create", "rules", "--text", "Twice"), words)
+    file = tmp_path / "rules.nsm-state"
+    nsm("states", "export", "rules", file)
+    assert_one_line(nsm("states", "import", "rules", file), words)
+    assert nsm("states", "import", "rules", file, "--published").stdout.startswith("made rules@2: ")
 
 
 def test_shown_state_has_dates_and_words(nsm: Nsm) -> None:

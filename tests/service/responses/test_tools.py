@@ -114,8 +114,13 @@ async def test_a_conversation_keeps_calls_and_results(server: Gateway) -> None:
 
 
 def test_an_answer_without_tools_is_one_message_whatever_it_says() -> None:
-    opened = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-    (item,) = output_of(opened, "msg_1", CALL, status="completed")
+    opened = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}},
+    }
+    (item,) = output_of(opened, "msg_1", [CALL], status="completed", reasoning="none").items
     assert item["content"][0]["text"] == CALL
 
 
@@ -126,9 +131,9 @@ def test_a_call_that_was_cut_is_incomplete() -> None:
         "parallel_tool_calls": True,
         "text": {"format": {"type": "text"}},
     }
-    message, call = output_of(opened, "msg_1", f"Oh.{CALL[:-20]}", status="incomplete")
+    message, call = output_of(opened, "msg_1", [f"Oh.{CALL[:-20]}"], status="incomplete", reasoning="none").items
     assert (message["status"], call["status"]) == ("completed", "incomplete")
-    (empty,) = output_of(opened, "msg_1", "", status="completed")
+    (empty,) = output_of(opened, "msg_1", [""], status="completed", reasoning="none").items
     assert empty["content"][0]["text"] == ""
 
 

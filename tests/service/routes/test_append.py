@@ -10,6 +10,8 @@ import pytest
 
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.turn_records import TurnStart
+from service.turns.codec import digest_of
 from tests.support.backends import MakeBackend
 from tests.support.fakes import FakeBackend, state_after, tiny_tokenizer
 from tests.support.gateway import Gateway, error_of, gateway
@@ -99,13 +101,54 @@ async def test_a_retry_with_the_expected_version_reads_nothing_twice(server: Gat
     assert await server.services.store.read_log(KEY) == (5,)
 
 
-async def test_append_with_an_idempotency_key_is_refused_and_reads_nothing(server: Gateway) -> None:
-    response = await server.client.post(
-        "/v1/sessions/s1/append", json={"input": "abc"}, headers={"Idempotency-Key": "k"}
+async def append_as(server: Gateway, key: str, given: Any, **body: Any) -> httpx.Response:
+    headers = {"Idempotency-Key": key}
+    return await server.client.post("/v1/sessions/s1/append", json={"input": given, **body}, headers=headers)
+
+
+async def test_a_retry_with_the_same_key_gets_the_first_answer_and_reads_nothing(server: Gateway) -> None:
+    first = await append_as(server, "k", [5, 6], expected_version=0)
+    assert "idempotent-replayed" not in first.headers
+    await append(server, [7])
+    again = await append_as(server, "k", [5, 6], expected_version=0)
+    assert (again.status_code, again.headers["idempotent-replayed"]) == (200, "true")
+    shown = ("version", "position", "mark", "num_appended")
+    assert [again.json()[name] for name in shown] == [first.json()[name] for name in shown] == [1, 2, 0, 2]
+    assert await server.services.store.read_log(KEY) == (5, 6, 7)
+    other = await append_as(server, "k2", [5, 6])
+    assert other.json()["version"] == 3
+
+
+async def test_a_key_of_another_request_is_refused(server: Gateway) -> None:
+    await append_as(server, "k", [5])
+    reused = await append_as(server, "k", [6])
+    assert (reused.status_code, error_of(reused)["code"]) == (422, "idempotency_key_reused")
+    turn = await server.client.post(
+        "/v1/sessions/s1/generate", json={"input": [5], "max_tokens": 2}, headers={"Idempotency-Key": "k"}
     )
-    assert (response.status_code, error_of(response)["param"]) == (400, "Idempotency-Key")
-    assert "Idempotency-Key" in error_of(response)["message"]
-    assert (await server.services.store.get(KEY)).version == 0
+    assert (turn.status_code, error_of(turn)["code"]) == (422, "idempotency_key_reused")
+    bad = await append_as(server, "with space", [6])
+    assert (bad.status_code, error_of(bad)["param"]) == (400, "Idempotency-Key")
+    assert await server.services.store.read_log(KEY) == (5,)
+
+
+async def test_a_refused_append_leaves_its_key_free(server: Gateway) -> None:
+    refused = await append_as(server, "k", "")
+    assert refused.status_code == 400
+    assert (await append_as(server, "k", [5])).json()["version"] == 1
+
+
+async def test_an_append_whose_server_was_lost_is_done_by_the_retry(server: Gateway) -> None:
+    store, digest = server.services.store, digest_of({"append": {"input": [5, 6], "expected_version": None}})
+    leased = await store.acquire(KEY, holder="lost", lease_s=30.0)
+    start = TurnStart(turn_id="append-1", identity="key:k", digest=digest, base_version=None, request=b"{}")
+    await store.begin_turn(leased.lease, start, max_records=16)
+    await store.release(leased.lease)
+    done = await append_as(server, "k", [5, 6])
+    assert (done.status_code, done.json()["version"]) == (200, 1)
+    again = await append_as(server, "k", [5, 6])
+    assert again.headers["idempotent-replayed"] == "true"
+    assert await store.read_log(KEY) == (5, 6)
 
 
 async def test_penalties_do_not_count_what_was_appended(server: Gateway) -> None:

@@ -21,6 +21,7 @@ from service.stores.states.factory import states_beside
 from service.transfer.session_file import read_file
 from tests.support.fakes import FakeBackend, state_after, tiny_tokenizer
 from tests.support.gateway import FILE_HEADERS, Gateway, error_of, frames_of, gateway
+from tests.support.responses import events_of
 from tests.support.tenants import make_key, write_keys
 
 RULES = "Answer briefly."
@@ -64,7 +65,7 @@ async def test_a_state_from_a_text_is_listed_shown_and_deleted(server: Gateway) 
     made = await create(server, text=RULES, metadata={"team": "a"})
     num_tokens = len(ids_of(RULES))
     assert (made["id"], made["object"], made["source"], made["published"]) == ("rules@1", "state", "text", False)
-    assert (made["position"], made["num_tokens"], made["metadata"]) == (num_tokens, num_tokens, {"team": "a"})
+    assert (made["position"], made["num_tokens"], made["metadata"]) == (num_tokens - 1, num_tokens, {"team": "a"})
     again = await create(server)
     assert again["id"] == "rules@2"
     listed = (await server.client.get("/v1/states")).json()
@@ -82,12 +83,31 @@ async def test_a_state_from_a_text_is_listed_shown_and_deleted(server: Gateway) 
 async def test_a_completion_from_a_state_reads_only_its_own_prompt(server: Gateway) -> None:
     made = await create(server)
     answer = await complete(server, state="rules")
-    prompt_tokens = made["position"] + len(tiny_tokenizer().encode(" Hi"))
+    prompt_tokens = made["num_tokens"] + len(tiny_tokenizer().encode(" Hi"))
     assert answer["usage"]["prompt_tokens"] == prompt_tokens
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": made["position"]}
     several = await complete(server, state="rules@1", prompt=[" Hi", " Ho"], n=2)
     assert len(several["choices"]) == 4
     assert several["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 * made["position"]}
+
+
+async def test_an_echo_after_a_state_scores_its_first_token_too(server: Gateway) -> None:
+    await create(server)
+    whole = await complete(server, prompt=RULES + " Hi", echo=True, logprobs=2, max_tokens=0)
+    after = await complete(server, state="rules", prompt=" Hi", echo=True, logprobs=2, max_tokens=0)
+    num_own = len(tiny_tokenizer().encode(" Hi"))
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        own = after["choices"][0]["logprobs"][name]
+        assert own == whole["choices"][0]["logprobs"][name][-num_own:]
+        assert None not in own
+
+
+async def test_a_state_is_answered_as_it_is_without_a_prompt(server: Gateway) -> None:
+    await create(server)
+    whole = await complete(server, prompt=RULES, seed=1)
+    after = await complete(server, state="rules", prompt="", seed=1)
+    assert after["choices"] == whole["choices"]
+    assert after["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
 async def test_the_end_state_is_that_of_one_run_over_all_tokens(server: Gateway) -> None:
@@ -226,7 +246,33 @@ async def test_a_response_begins_a_chain_from_a_state(server: Gateway) -> None:
     unstored = await post(server, "/v1/responses", input="Hi", state="rules", store=False, max_output_tokens=16)
     assert unstored.json()["usage"]["input_tokens"] == first["usage"]["input_tokens"]
     refused = await post(server, "/v1/responses", input="Hi", state="rules", instructions="x")
+    stored = await post(server, "/v1/responses", input="Hi", return_state=True)
+    assert (stored.status_code, error_of(stored)["param"]) == (400, "return_state")
     assert (refused.status_code, error_of(refused)["param"]) == (400, "state")
+
+
+@pytest.mark.parametrize("start", ["nothing", "a state", "a chain", "an older response"])
+async def test_an_unstored_response_returns_the_state_of_one_run_over_all_tokens(server: Gateway, start: str) -> None:
+    await create(server, messages=[SYSTEM])
+    before: dict[str, Any] = {}
+    if start == "a state":
+        before = {"state": "rules"}
+    elif start != "nothing":
+        first = (await post(server, "/v1/responses", input="One?", max_output_tokens=16)).json()
+        before = {"previous_response_id": first["id"]}
+        if start == "an older response":
+            await post(server, "/v1/responses", input="Two?", max_output_tokens=16, **before)
+    fields: dict[str, Any] = {"store": False, "return_state": True, "max_output_tokens": 16}
+    one = (await post(server, "/v1/responses", input="Hi", **before, **fields)).json()
+    file = read_file(base64.b64decode(one["state"]["data"]))
+    assert await state_of(server, one["state"]["data"]) == state_after(file.log_ids[: one["state"]["position"]])
+    is_ended = one["status"] == "completed"  # by an end-of-text token, which no log has
+    assert len(file.log_ids) == one["usage"]["input_tokens"] + one["usage"]["output_tokens"] - is_ended
+    follow = await post(server, "/v1/responses", input="Ho", state=one["state"]["data"], **fields, stream=True)
+    last = events_of(follow)[-1]["response"]
+    text = tiny_tokenizer().decode(read_file(base64.b64decode(last["state"]["data"])).log_ids)
+    assert text.startswith(tiny_tokenizer().decode(file.log_ids))
+    assert "\n\nUser: Ho\n\nAssistant:" in text
 
 
 async def test_a_file_goes_out_and_comes_in_again(server: Gateway) -> None:
@@ -303,7 +349,6 @@ async def test_file_that_is_no_state_is_refused_as_a_state(server: Gateway) -> N
         ({"state": "a b"}, 400, "state"),
         ({"state": "x" * 200}, 400, "state"),
         ({"state": base64.b64encode(b"y" * 200).decode()}, 400, "state"),
-        ({"state": "rules", "prompt": ""}, 400, "prompt"),
         ({"return_state": True, "n": 2}, 400, "return_state"),
         ({"return_state": True, "prompt": ["a", "b"]}, 400, "return_state"),
         ({"return_state": True, "echo": True, "max_tokens": 0}, 400, "return_state"),
@@ -346,11 +391,18 @@ async def test_a_state_of_another_tokenizer_is_made_again_from_its_text_or_refus
         await create(server, "talk", session={"id": "s"})
         async with gateway(FakeBackend(fingerprint="new", tokenizer=other), store=SharedStore(store)) as newer:
             answer = await complete(newer, state="rules")
-            num_tokens = 1 + len(other.encode(RULES))
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_tokens
+            num_read = len(other.encode(RULES))  # with the start of the text, without the last token
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_read
             refused = await post(newer, "/v1/completions", prompt="Hi", state="talk")
             assert (refused.status_code, error_of(refused)["code"]) == (409, "state_mismatch")
             assert error_of(refused)["param"] == "state"
+            raw = (await server.client.get("/v1/states/talk/export")).content
+            taken = await newer.client.post(
+                "/v1/states/import", params={"name": "copy"}, content=raw, headers=FILE_HEADERS
+            )
+            assert (taken.status_code, error_of(taken)["code"]) == (409, "state_mismatch")
+            for one in (server, newer):
+                assert one.services.backend.model.fingerprint in error_of(taken)["message"]
 
 
 class SharedStore(SqliteSessionStore):

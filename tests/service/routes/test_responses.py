@@ -222,3 +222,40 @@ async def test_the_stock_client_sees_errors_as_its_own() -> None:
             await server.openai.responses.create(
                 model="fake-nsm", input="x", tools=[{"type": "web_search"}]
             )  # fmt: skip
+
+
+THOUGHTS = [("rwkv-think-v1", ">Hm, who?</think>\nEmma."), ("rwkv-v1", "<think>Hm, who?</think>\nEmma.")]
+
+
+@pytest.mark.parametrize(("template", "script"), THOUGHTS)
+@pytest.mark.parametrize("store", [True, False])
+async def test_a_thought_is_an_item_of_its_own_before_the_message(template: str, script: str, store: bool) -> None:
+    async with gateway(FakeBackend(script), chat_template=template, is_live=True) as server:
+        client = server.openai.responses
+        whole = await client.create(model="fake-nsm", input="Who?", store=store, max_output_tokens=100)
+        assert [item.type for item in whole.output] == ["reasoning", "message"]
+        thought: Any = whole.output[0]
+        assert ([part.text for part in thought.content], whole.output_text) == (["Hm, who?"], "Emma.")
+        assert whole.usage is not None
+        assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+        async with client.stream(model="fake-nsm", input="Who?", store=store, max_output_tokens=100) as opened:
+            events: list[Any] = [event async for event in opened]
+            streamed = await opened.get_final_response()
+        assert [item.content[0].text for item in streamed.output] == ["Hm, who?", "Emma."]  # type: ignore[union-attr, index]
+        thought_text = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert thought_text == "Hm, who?"
+        added = [event for event in events if event.type == "response.output_item.added"]
+        assert [(event.output_index, event.item.type) for event in added] == [(0, "reasoning"), (1, "message")]
+        if store:
+            again = [event async for event in await client.retrieve(streamed.id, stream=True)]
+            assert [event.type for event in again] == [event.type for event in events if event.type[:9] == "response."]
+            sent_back: Any = [{"role": "user", "content": "Who?"}, *(item.model_dump() for item in whole.output)]
+            follow = await client.create(model="fake-nsm", input=[*sent_back, {"role": "user", "content": "?"}])
+            assert follow.output_text == "Emma."
+
+
+async def test_an_answer_cut_in_its_thought_has_no_message() -> None:
+    async with gateway(FakeBackend(">Hm, who?</think>\nEmma."), chat_template="rwkv-think-v1") as server:
+        cut = await respond(server, "Who?", max_output_tokens=4)
+        assert [(item["type"], item["status"]) for item in cut["output"]] == [("reasoning", "incomplete")]
+        assert cut["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
