@@ -35,7 +35,10 @@ PUBLISH_S = 1.0
 # batch is asked after each step; where steps are shorter than ten times the asking, some are passed over.
 PAUSE_TO_ASKING = 9.0
 EXIT_ORPHANED = EXIT_STUCK = 70  # EX_SOFTWARE
-FINALIZE_S = 3.0  # within which Triton lets a model go that has answered everything
+FINALIZE_S = 3.0  # for the threads to end
+LET_GO_S = (
+    15.0  # within which Triton lets a model go that has answered everything: at once, on a machine with time left
+)
 
 
 class Backend:
@@ -105,7 +108,7 @@ class Backend:
 
     def _watch_server(self) -> None:
         drained: concurrent.futures.Future[None] | None = None
-        exit_at = math.inf
+        exit_at = let_go_by = math.inf
         while not self._is_closing.wait(WATCH_S):
             if os.getppid() != self._server_pid:
                 # the server was killed: nobody else would end this process, which holds the device's memory
@@ -113,10 +116,10 @@ class Backend:
             now = time.monotonic()
             if drained is None and self._stop_signal is not None and self._stop_signal.has_come():
                 drained = self._worker.begin_stop()
-                exit_at = now + self._worker.stop_limit_s + FINALIZE_S
-            if drained is not None and drained.done() and not self._is_finalizing:
-                exit_at = min(exit_at, now + FINALIZE_S)
-            if now > exit_at:
+                exit_at = now + self._worker.stop_limit_s + LET_GO_S
+            if drained is not None and drained.done():
+                let_go_by = min(let_go_by, now + LET_GO_S)
+            if now > exit_at or (now > let_go_by and not self._is_finalizing):
                 # an answer was lost on its way: Triton waits for the last one, or this side for Triton
                 logger.error("the server does not let the model go: ending its process")
                 os._exit(EXIT_STUCK)

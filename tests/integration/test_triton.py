@@ -58,14 +58,18 @@ def engine(loaded: LoadedNsm) -> Engine:
     return Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
 
 
-async def wait_until_idle(client: TritonClient) -> None:
-    """Until nothing runs any more."""
+async def wait_for_requests(client: TritonClient, number: int) -> None:
+    """Until so many run or wait."""
 
-    async def is_idle() -> bool:
+    async def has_so_many() -> bool:
         engine = (await client.status()).engine
-        return not engine.num_running + engine.num_waiting
+        return engine.num_running + engine.num_waiting == number
 
-    await eventually(is_idle)
+    await eventually(has_so_many)
+
+
+async def wait_until_idle(client: TritonClient) -> None:
+    await wait_for_requests(client, 0)
 
 
 async def test_a_stream_carries_exactly_what_the_engine_says(client: TritonClient, engine: Engine) -> None:
@@ -188,6 +192,7 @@ async def test_T4_cancel_is_seen(client: TritonClient) -> None:
     tasks = [asyncio.ensure_future(anext(stream)) for stream in waiting]
     for _ in range(3):
         await anext(running)
+    await wait_for_requests(client, 1 + len(waiting))  # gRPC waits for ever on a call that ends before it has begun
     for stream in (running, *waiting):
         stream.cancel()
     await wait_until_idle(client)

@@ -296,15 +296,45 @@ def test_T7_a_worker_ends_itself_where_its_server_does_not_let_it_go(
 ) -> None:
     """Triton waits for a last answer that was lost, and does not call `finalize`."""
     monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
-    monkeypatch.setattr(backend_module, "FINALIZE_S", 0.01)
+    monkeypatch.setattr(backend_module, "LET_GO_S", 0.01)
     ended, statuses = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
     backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"}, stop_signal=stop_signal)
     os.kill(os.getpid(), STOP_SIGNAL)
     assert ended.wait(WAIT_S)
     assert set(statuses) == {backend_module.EXIT_STUCK}
-    monkeypatch.setattr(backend_module, "FINALIZE_S", WAIT_S)
     backend.close()
+
+
+def test_T7_a_worker_that_its_server_lets_go_has_its_time_to_end(
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, stop_signal: StopSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit for Triton's call of `finalize` ends with this call, however long the end takes."""
+    monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    worker = make_worker(tiny_tokenizer)
+    backend = Backend(worker, triton, labels={"model": "nsm"}, stop_signal=stop_signal)
+    rounds, server, stop, elapsed_s = threading.Semaphore(0), os.getppid(), worker.stop, [0.0]
+
+    def some_rounds() -> None:
+        monkeypatch.setattr(os, "getppid", lambda: (rounds.release(), server)[1])  # asked in each
+        for _ in range(5):
+            assert rounds.acquire(timeout=WAIT_S)
+
+    def slow_stop() -> None:
+        elapsed_s[0] = backend_module.LET_GO_S + 1
+        some_rounds()
+        stop()
+
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed_s[0])
+    monkeypatch.setattr(worker, "stop", slow_stop)
+    os.kill(os.getpid(), STOP_SIGNAL)
+    worker.begin_stop().result()
+    some_rounds()
+    backend.close()
+    assert statuses == []
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,9 @@ async def test_P5_a_rewind_and_a_turn_exclude_each_other_and_a_cancel_stops_it()
             backend.release(4)
             await say(server, 5, 6)
         rewinding = asyncio.create_task(rewind(server, to_version=1))
-        await backend.held.wait()
+        is_reading = asyncio.create_task(backend.held.wait())
+        await asyncio.wait((rewinding, is_reading), return_when=asyncio.FIRST_COMPLETED)
+        assert not rewinding.done(), "nothing had to be read"
         for response in (
             await rewind(server, to_version=1),
             await server.client.post("/v1/sessions/s1/generate", json={"input": "x"}),

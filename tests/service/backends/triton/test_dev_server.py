@@ -133,7 +133,9 @@ def test_serve_runs_until_it_is_told_to_stop(tiny_model_dir: Path, tmp_path: Pat
     options += ["--model", str(tiny_model_dir), "--parameter", "num_threads=1"]
     options += ["--tls-cert", str(own.cert), "--tls-key", str(own.key)]
     command = [str(Path(sys.executable).parent / "nsm"), "triton", "serve", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "triton.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     url = f"http://127.0.0.1:{ports[1]}/v2/models/nsm"
 
     def is_ready() -> bool:
@@ -151,6 +153,6 @@ def test_serve_runs_until_it_is_told_to_stop(tiny_model_dir: Path, tmp_path: Pat
         assert asked.returncode == 0, asked.stderr
         assert "the model made a token" in asked.stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(60) == 0, log.read_text(errors="replace")
     finally:
         process.kill()
