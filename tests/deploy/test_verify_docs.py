@@ -68,6 +68,13 @@ def test_commands_of_a_page_come_in_order_with_what_it_shows(page: Path) -> None
     assert steps[4].file == "hello.py"
 
 
+def test_a_quotation_over_several_lines_is_one_command(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("""```console\n$ echo '{\n  "a": 1}'\n{\n  "a": 1}\n$ echo # it's open\n```\n""")
+    steps = [(step.command, step.shown) for step in steps_of(path, "page.md")]
+    assert steps == [("echo '{\n  \"a\": 1}'", ("{", '  "a": 1}')), ("echo # it's open", ())]
+
+
 @pytest.mark.parametrize(
     ("shown", "printed"),
     [

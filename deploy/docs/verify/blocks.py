@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,14 +70,24 @@ def _console(name: str, line: int, body: str) -> Iterator[Step]:
 
 
 def _commands(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """(offset, command) of each; a backslash at its end continues a line."""
+    """(offset, command) of each; a backslash at its end or an open quotation continues a line."""
     start, parts = 0, list[str]()
     for number, text in enumerate(lines):
         if not parts:
             start = number
         parts.append(text)
-        if text.rstrip().endswith("\\"):
+        is_last = number == len(lines) - 1
+        if not is_last and (text.rstrip().endswith("\\") or _is_open("\n".join(parts))):
             continue
         command, parts = "\n".join(parts), []
         if command.strip() and not command.lstrip().startswith("#"):
             yield start, command
+
+
+def _is_open(command: str) -> bool:
+    """Whether it ends inside a quotation."""
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
