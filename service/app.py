@@ -40,7 +40,7 @@ from service.routes import (
 from service.settings import Settings, items_of, naming
 from service.state.keeper import SnapshotPolicy, StateKeeper
 from service.stores.expiry import removing_expired
-from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes, traced_states
+from service.stores.instrumented import instrumented, instrumented_records, instrumented_states, traced_prefixes
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
@@ -128,7 +128,7 @@ def create_app(
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
         prefixes = traced_prefixes(prefixes, tracing.tracer)
-    state_store = traced_states(states_beside(base_store), tracer)
+    state_store = instrumented_states(states_beside(base_store), collected.sessions, tracer)
     with naming("state_key_file"):
         seal = StateSeal.from_file(settings.state_key_file)
     tenants = Tenants(keys, store, collected, records, state_store)
@@ -176,6 +176,7 @@ def create_app(
             state_store,
             tenants,
             prompts,
+            collected.sessions,
             seal=seal,
             state_format=StateFormat(settings.state_dtype),
         ),

@@ -226,11 +226,14 @@ async def _delete(settings: Settings, owner: str, reference: Reference) -> int:
 
 
 async def _export(settings: Settings, tenant: str, reference: Reference) -> bytes:
+    from service.named_states.library import read_stored
+
     async with _opened(settings) as states:
         head = await _found(states, tenant, reference)
         stored = await states.load(tenant=head.tenant, name=head.name, version=head.version)
         if stored is None:
             raise _missing(reference)
+        read_stored(stored)
         return stored.file
 
 

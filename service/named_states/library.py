@@ -24,6 +24,7 @@ from service.named_states.start_state import StartState, renamed, snapshot_of
 from service.prompts import PromptEncoder
 from service.stores.states.base import PUBLISHED, NamedState, NewState, StateStore, StoredState, name_is_published
 from service.stores.states.fields import num_bytes_of
+from service.telemetry.metrics.sessions import SessionMetrics
 from service.tenants.tenants import Tenants
 from service.transfer.import_session import rebuild, require_fit, require_tokenizer
 from service.transfer.session_file import SessionFile, encode_file, read_file
@@ -40,6 +41,7 @@ class StateLibrary:
         store: StateStore,
         tenants: Tenants,
         prompts: PromptEncoder,
+        metrics: SessionMetrics,
         *,
         seal: StateSeal,
         state_format: StateFormat,
@@ -48,6 +50,7 @@ class StateLibrary:
         self.state_format = state_format
         self.backend, self.tenants, self.prompts = backend, tenants, prompts
         self._store = store
+        self._metrics = metrics
         self._cached: OrderedDict[tuple[str, str, int, float], StartState] = OrderedDict()
         self._num_cached_bytes = 0
         self._loading: dict[tuple[str, str, int, float], asyncio.Lock] = {}
@@ -108,12 +111,16 @@ class StateLibrary:
             raise state_not_found(reference, param=param)
         return found
 
-    async def load(self, head: NamedState, *, param: str | None = "state") -> StoredState:
-        """Raises NotFound."""
+    async def load(self, head: NamedState, *, param: str | None = "state") -> tuple[StoredState, SessionFile]:
+        """A version as it is stored, and what is in it. Raises NotFound, SnapshotCorrupt."""
         stored = await self._store.load(tenant=head.tenant, name=head.name, version=head.version)
         if stored is None:
             raise state_not_found(Reference(head.name, head.version), param=param)
-        return stored
+        try:
+            return stored, await asyncio.to_thread(read_stored, stored)
+        except SnapshotCorrupt:
+            self._metrics.store_damaged("snapshot")
+            raise
 
     async def delete(self, tenant: str, reference: Reference) -> int:
         """Of the tenant's own. Raises NotFound when there is none, Forbidden for a published one."""
@@ -145,16 +152,17 @@ class StateLibrary:
     async def _named(self, tenant: str, head: NamedState, deadline: float) -> StartState:
         key = (head.tenant, head.name, head.version, head.created_at)
         async with self._loading.setdefault(key, asyncio.Lock()):  # of many requests at once one loads it
-            start = self._cached.get(key)
-            if start is None:
-                stored = await self.load(head)
-                file = await asyncio.to_thread(_read_stored, stored)
-                own = await self._own(tenant, file, stored.text, deadline)
-                start = StartState(file=own, reference=head.reference)
-                self._cache(key, start)
-            else:
-                self._cached.move_to_end(key)
-            self._loading.pop(key, None)
+            try:
+                start = self._cached.get(key)
+                if start is None:
+                    stored, file = await self.load(head)
+                    own = await self._own(tenant, file, stored.text, deadline)
+                    start = StartState(file=own, reference=head.reference)
+                    self._cache(key, start)
+                else:
+                    self._cached.move_to_end(key)
+            finally:
+                self._loading.pop(key, None)
             return start
 
     def _cache(self, key: tuple[str, str, int, float], start: StartState) -> None:
@@ -191,12 +199,12 @@ class StateLibrary:
         return dataclasses.replace(file, header=header, snapshot=made)
 
 
-def _read_stored(stored: StoredState) -> SessionFile:
+def read_stored(stored: StoredState) -> SessionFile:
     """Raises SnapshotCorrupt: what the server itself has stored is no client's fault."""
     try:
         return read_file(stored.file, kind="state")
     except InvalidRequest as error:
-        raise SnapshotCorrupt(f"state {stored.head.reference!r} is damaged: {error}") from error
+        raise SnapshotCorrupt(f"the state {stored.head.reference!r} is damaged: {error}") from error
 
 
 def new_state(

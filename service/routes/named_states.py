@@ -86,7 +86,7 @@ async def delete(reference: ReferenceDep, services: ServicesDep, tenant: TenantD
 async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """The state as a file, with its token log; signed if the server signs."""
     head = await services.states.find(tenant, reference, param=None)
-    stored = await services.states.load(head, param=None)
+    stored, _ = await services.states.load(head, param=None)
     headers = {"content-disposition": f'attachment; filename="{head.reference}.nsm-state"'}
     return Response(services.states.seal.seal(stored.file), media_type=FILE_TYPE, headers=headers)
 

@@ -47,9 +47,9 @@ def instrumented_records(store: RecordStore, metrics: SessionMetrics, tracer: Tr
     return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer or NoOpTracer(), metrics))
 
 
-def traced_states(store: StateStore, tracer: Tracer | None) -> StateStore:
-    """The same store. Without a tracer there are no spans."""
-    return cast(StateStore, _TracedStore(store, "states", STATE_OPERATIONS, tracer or NoOpTracer()))
+def instrumented_states(store: StateStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> StateStore:
+    """The same store, with the damage that it meets counted. Without a tracer there are no spans."""
+    return cast(StateStore, _TracedStore(store, "states", STATE_OPERATIONS, tracer or NoOpTracer(), metrics))
 
 
 class _InstrumentedStore:

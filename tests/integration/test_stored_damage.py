@@ -35,6 +35,7 @@ REFUSALS = {
     (404, "session_not_found"),
     (404, "previous_response_not_found"),
     (404, "response_not_found"),
+    (404, "state_not_found"),
     (409, "lease_lost"),
     (500, "log_corrupt"),
     (500, "snapshot_corrupt"),
@@ -45,7 +46,7 @@ REFUSALS = {
 
 TABLES = (
     *("sessions", "snapshots", "log_chunks", "retained_snapshots", "turns", "turn_chunks", "records", "usage"),
-    *("record_usage", "stamp", "expired_sessions"),
+    *("record_usage", "stamp", "expired_sessions", "named_states", "named_state_versions"),
 )
 BLOBS = {
     "sessions": "metadata",
@@ -54,17 +55,30 @@ BLOBS = {
     "retained_snapshots": "snapshot",
     "turns": "result",
     "records": "document",
+    "named_states": "file",
 }
+STATE = {"name": "rules", "text": "a rule"}
+READS = (
+    *("/v1/sessions/s1", "/v1/sessions", "/v1/sessions/s1/export", "/v1/sessions/s1/states"),
+    *("/v1/states", "/v1/states/rules", "/v1/states/rules@1", "/v1/states/rules/export"),
+)
+WRITES = (
+    ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 3, "state": "rules"}),
+    ("/v1/sessions", {"state": "rules@1"}),
+    ("/v1/states", STATE),
+)
 Rows = dict[str, list[tuple[Any, ...]]]
 
 
 async def talk(server: Gateway, *, is_first: bool) -> None:
-    """A turn of a session, and a response."""
+    """A turn of a session, a response, and a named state."""
     if is_first:
         assert (await server.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
     answer = await server.client.post("/v1/sessions/s1/generate", json={"input": LONG, "max_tokens": 3})
     assert answer.status_code == 200, answer.text
-    assert (await server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})).status_code == 200
+    for path, body in (("/v1/responses", {"input": "x", "max_output_tokens": 3}), ("/v1/states", STATE)):
+        assert (await server.client.post(path, json=body)).status_code == 200
 
 
 async def assert_typed(server: Gateway, log: pytest.LogCaptureFixture) -> None:
@@ -72,12 +86,9 @@ async def assert_typed(server: Gateway, log: pytest.LogCaptureFixture) -> None:
     backend = server.services.backend
     for _ in range(2):
         turn = await server.client.post("/v1/sessions/s1/generate", json={"input": [7], "max_tokens": 3})
-        reads = [
-            await server.client.get(path)
-            for path in ("/v1/sessions/s1", "/v1/sessions", "/v1/sessions/s1/export", "/v1/sessions/s1/states")
-        ]
-        response = await server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})
-        for answer in (turn, *reads, response):
+        reads = [await server.client.get(path) for path in READS]
+        writes = [await server.client.post(path, json=body) for path, body in WRITES]
+        for answer in (turn, *reads, *writes):
             if answer.status_code == 200:
                 continue
             error = error_of(answer)
@@ -114,6 +125,13 @@ def foreign(path: Path) -> Iterator[sqlite3.Connection]:
     """Another program's connection, which knows nothing of what belongs together."""
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         yield connection
+
+
+async def test_X6_every_table_is_damaged_by_these_tests(tmp_path: Path) -> None:
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(tmp_path / "sessions.db")):
+        with foreign(tmp_path / "sessions.db") as connection:
+            tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+            assert {name for (name,) in connection.execute(tables)} == set(TABLES)
 
 
 def rows_of(path: Path) -> Rows:
@@ -182,10 +200,28 @@ async def test_X6_a_damaged_table_refuses_by_name_or_the_state_is_made_again(
         await assert_typed(server, caplog)
 
 
+async def test_X6_a_version_is_not_given_again_when_the_table_of_the_newest_ones_was_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as server:
+        await assert_versions_stay(server, lambda: empty(path, "named_state_versions", {}))
+
+
+async def assert_versions_stay(server: Gateway, lose: Callable[[], None]) -> None:
+    for version in (1, 2):
+        assert (await server.client.post("/v1/states", json=STATE)).json()["version"] == version
+    first = (await server.client.get("/v1/states/rules@1/export")).content
+    lose()
+    assert (await server.client.post("/v1/states", json={**STATE, "text": "another"})).json()["version"] == 3
+    assert (await server.client.get("/v1/states/rules@1/export")).content == first
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 PARTS = ("head", "log", "marks", "snapshot", "turns", "retained:1", "index", "sizes", "expiry", "usage")
-OTHERS = ("documents", "document-bytes", "record", "layout-version", "probe")
+OTHERS = (
+    *("documents", "document-bytes", "record", "layout-version", "probe"),
+    *("state", "state-heads", "state-versions", "state-additions"),
+)
 
 
 class Keys:
@@ -196,10 +232,16 @@ class Keys:
         self.prefix = prefix
 
     def named(self, part: str) -> list[bytes]:
-        return [key for key in self.client.scan_iter(f"{self.prefix}:*") if key.endswith(f":{part}".encode())]
+        return [key for key in self.client.scan_iter(f"{self.prefix}:*") if part_of(key) == part]
 
     def dumped(self) -> dict[bytes, bytes]:
         return {key: self.client.dump(key) for key in self.client.scan_iter(f"{self.prefix}:*")}
+
+
+def part_of(key: bytes) -> str:
+    """What is behind the braces, without a nonce."""
+    name = key.rpartition(b"}:")[2].decode() if b"}:" in key else key.rpartition(b":")[2].decode()
+    return "state" if name.startswith("state:") else name
 
 
 def delete_key(keys: Keys, key: bytes, older: dict[bytes, bytes]) -> None:
@@ -270,6 +312,25 @@ async def test_X6_a_damaged_key_refuses_by_name_or_the_state_is_made_again(
         for key in keys.named(part):
             fault(keys, key, older)
         await assert_typed(server, caplog)
+
+
+@pytest.mark.redis
+async def test_X6_every_key_is_damaged_by_these_tests(in_redis: tuple[Callable[[], SessionStore], Keys]) -> None:
+    make_store, keys = in_redis
+    async with gateway(FakeBackend(TEXT), store=make_store()) as server:
+        await talk(server, is_first=True)
+        await talk(server, is_first=False)
+        assert {part_of(key) for key in keys.dumped()} <= {*PARTS, *OTHERS}
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("fault", [delete_key, cut_key])
+async def test_X6_a_version_is_not_given_again_when_the_key_of_the_newest_ones_was_lost(
+    fault: KeyFault, in_redis: tuple[Callable[[], SessionStore], Keys]
+) -> None:
+    make_store, keys = in_redis
+    async with gateway(FakeBackend(TEXT), store=make_store()) as server:
+        await assert_versions_stay(server, lambda: fault(keys, keys.named("state-versions")[0], {}))
 
 
 @pytest.mark.redis

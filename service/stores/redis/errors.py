@@ -56,7 +56,7 @@ def translate(error: BaseException) -> NsmError:
         message = "the session store refuses the user, the password or a command"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if _code(error) == "WRONGTYPE":
-        return SnapshotCorrupt("the session's key holds a value of another type; it is not used")
+        return SnapshotCorrupt("a key of the session store holds a value of another type; it is not used")
     if _code(error) == "MISCONF":
         message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)

@@ -11,9 +11,12 @@ from service.stores.sqlite.connection import empty_write_ahead_log, reading, tra
 from service.stores.states.base import PUBLISHED, NamedState, NewState, StoredState, name_is_published
 from service.stores.states.fields import decode_fields, encode_fields, num_bytes_of
 
-NEXT = (
-    "INSERT INTO named_state_versions VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET newest = newest + 1 RETURNING newest"
-)
+# Above every version there is, too: the table of the newest ones may be damaged
+NEXT = """
+    INSERT INTO named_state_versions
+    SELECT ?1, ?2, 1 + coalesce(max(version), 0) FROM named_states WHERE tenant = ?1 AND name = ?2
+    ON CONFLICT DO UPDATE SET newest = max(newest + 1, excluded.newest) RETURNING newest
+"""
 FIND = (
     "SELECT version, fields FROM named_states WHERE tenant = ? AND name = ? AND coalesce(?, version) = version "
     "ORDER BY version DESC LIMIT 1"
