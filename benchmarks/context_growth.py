@@ -1,6 +1,6 @@
 """What a turn costs as its context grows: `python -m benchmarks.context_growth --pictures benchmarks/results`.
 
-The stock `openai` client against `nsm serve` with the bundled model and SQLite. Two tables, then one line of JSON:
+The stock `openai` client against `nsm serve` with pulse-books and SQLite. Two tables, then one line of JSON:
 
 - 50 turns deep: responses that continue each other, and a stateless chat (streamed and not) on stored prefixes. Tokens
   computed in a turn, the time from the request sent to the first text received (not streamed: to the answer), and

@@ -1,7 +1,7 @@
 """Compiles the decode kernels for a Hopper GPU on any machine: `python -m benchmarks.decode_builds`.
 
 One line a kernel: seconds to compile, shared memory, registers and bytes of stack a thread (what did not fit into
-registers), at the sizes of the bundled model. Exits with 1 if a kernel does not compile or may race: what the matrix
+registers), at the sizes of pulse-books. Exits with 1 if a kernel does not compile or may race: what the matrix
 units read out of shared memory needs a buffer for every step in flight, and the compiler (3.6) makes one less where the
 same tile is also read in another way.
 """

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.energy.nvml import NvmlMeter
 from nsm_core.engine.engine import Engine
@@ -120,7 +121,7 @@ def cost_us(work: Callable[[], object], repeats: int = 100) -> float:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--executor", default="auto")
     parser.add_argument("--slots", type=int, default=64)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
@@ -126,7 +127,7 @@ def header(loaded: LoadedNsm, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     parser.add_argument("--executors", nargs="+", choices=EXECUTOR_NAMES, default=["auto"], help="one after the other")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)

@@ -26,12 +26,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
 from benchmarks.gpu_decode import commit, load_model
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Event, Finished, GenerationRequest, Resume
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
-from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import BpeTokenizer
@@ -45,7 +45,7 @@ class Subject:
     """A model and the engines made of it."""
 
     def __init__(self, model: NsmModel, *, has_gpu: bool) -> None:
-        self.model, self.tokenizer = model, BpeTokenizer.load(BUNDLED)
+        self.model, self.tokenizer = model, BpeTokenizer.load(MEASURED_MODEL)
         # without a GPU longer ones are read together by operations whose bits depend on that
         self._prompt_lengths = (1, 1, 5, 64, 100, 300) if has_gpu else (1,)
         self._options = CudaOptions() if has_gpu else CudaOptions(weights=CudaWeights.FP32, graphs=False)

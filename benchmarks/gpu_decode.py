@@ -32,9 +32,9 @@ if not torch.cuda.is_available():
 
 from benchmarks import gpu_decode_checks as checks
 from benchmarks import gpu_decode_timings as timings
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import ModelConfig
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
-from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
 from nsm_lab.bench.machine import cpu_name
 
@@ -45,13 +45,13 @@ Row = dict[str, Any]
 
 
 def load_model(is_tiny: bool, device: torch.device) -> NsmModel:
-    """The bundled model; random weights of its shape where its files cannot be read."""
-    config = ModelConfig.load(BUNDLED / "config.json")
+    """pulse-books; random weights of its shape where its files cannot be read."""
+    config = ModelConfig.load(MEASURED_MODEL / "config.json")
     if not is_tiny:
         try:
             from nsm_core.model.storage import read_model
 
-            return read_model(BUNDLED)[0].to(device)
+            return read_model(MEASURED_MODEL)[0].to(device)
         except Exception as error:
             say("model", {"random_weights": f"{type(error).__name__}: {error}"})
     torch.manual_seed(0)

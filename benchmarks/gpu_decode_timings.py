@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.execution.cuda.decode import DecodeStep
 from nsm_core.execution.cuda.executor import CudaExecutor
@@ -20,7 +21,6 @@ from nsm_core.execution.cuda.kernels.linear import Linear, Stream, run_linear, t
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import AttentionLayer, SlotLayer, pack_weights
 from nsm_core.execution.eager import EagerExecutor
-from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.kernel import choose_tokens
 from nsm_core.state.pool import StatePool
@@ -268,7 +268,7 @@ def engine_steps(bench: Bench) -> Iterator[Row]:
     from nsm_core.sampling.params import SamplingParams
     from nsm_core.tokenizer import BpeTokenizer
 
-    tokenizer = BpeTokenizer.load(BUNDLED)
+    tokenizer = BpeTokenizer.load(MEASURED_MODEL)
     for batch, temperature in ((1, 0.0), (64, 0.0), (512, 0.0), (512, 1.0)):
         config = EngineConfig(max_slots=batch, token_budget=max(256, 2 * batch))
         engine = Engine(bench.model, tokenizer, fingerprint="", config=config, executor=CudaExecutor)
@@ -294,7 +294,9 @@ def engine_arrivals(bench: Bench, *, num_slots: int = 256, num_requests: int = 1
     from nsm_core.tokenizer import BpeTokenizer
 
     draw, config = random.Random(0), EngineConfig(max_slots=num_slots, token_budget=16384, queue_limit=num_requests)
-    engine = Engine(bench.model, BpeTokenizer.load(BUNDLED), fingerprint="", config=config, executor=CudaExecutor)
+    engine = Engine(
+        bench.model, BpeTokenizer.load(MEASURED_MODEL), fingerprint="", config=config, executor=CudaExecutor
+    )
     for phase in ("warm-up", "measured"):
         for index in range(num_requests):
             sampling = SamplingParams(max_tokens=draw.randint(64, 192), temperature=0.0, ignore_eos=True)

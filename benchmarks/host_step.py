@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.execution.base import NextInputs
-from nsm_core.model.bundled import find_checkpoint
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer, results = BpeTokenizer.load(find_checkpoint(None)), []
+    tokenizer, results = BpeTokenizer.load(MEASURED_MODEL), []
     print(f"{'rows':>5}{'step, us':>10}{'a token':>9}{'with a stop string':>20}{'with readers':>14}{'ahead':>9}")
     for num_rows in args.rows:
         sizes = (tokenizer, num_rows, args.tokens, args.repeats)

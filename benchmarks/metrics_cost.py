@@ -21,6 +21,7 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.energy.ledger import EnergyLedger
 from nsm_core.engine.engine import Engine
@@ -203,7 +204,7 @@ async def _sums(client: httpx.AsyncClient) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     parser.add_argument("--executor", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=6, help="2 or more")

@@ -1,7 +1,7 @@
 """Speed of the native CPU kernels by themselves: `python -m benchmarks.native_kernels`. Tables, then one line of JSON.
 
 Products of int8 matrices by number of tokens (GOP/s: two operations a weight and token), decode steps and reading of
-the bundled model, and how much memory a step at one token goes through. Times are medians of CPU time, which a busy
+pulse-books, and how much memory a step at one token goes through. Times are medians of CPU time, which a busy
 neighbour distorts less than the clock: it still shares caches and memory with this process.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import ModelConfig
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
@@ -25,7 +26,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION
 from nsm_lab.provenance import source_commit
 
-# Outputs x inputs of the bundled model's matrices: slot projection, feed-forward up and down, embedding
+# Outputs x inputs of pulse-books' matrices: slot projection, feed-forward up and down, embedding
 SHAPES = ((2048, 512), (3136, 512), (512, 1568), (8192, 512))
 Row = dict[str, object]
 
@@ -66,7 +67,7 @@ def measure_products(variant: str, batches: list[int], repeats: int) -> list[Row
 
 
 def open_executor(variant: str, num_rows: int, precision: Precision = Precision.INT8) -> NativeExecutor:
-    model = load_checkpoint().model
+    model = load_checkpoint(MEASURED_MODEL).model
     executor = NativeExecutor(model, num_rows=num_rows, weights=NativeWeights(model, variant, precision=precision))
     for row in range(num_rows):
         executor.pool.lease(row)
@@ -77,7 +78,7 @@ def open_executor(variant: str, num_rows: int, precision: Precision = Precision.
 def measure_steps(variant: str, batches: list[int], repeats: int) -> list[Row]:
     """Steps and their logits, with empty windows and with full ones."""
     executor, results = open_executor(variant, max(batches)), []
-    print(f"\n{variant}: the bundled model, tokens per CPU second")
+    print(f"\n{variant}: pulse-books, tokens per CPU second")
     print(f"{'decode, batch':<34}" + "".join(f"{batch:>9}" for batch in batches))
     for context, position in (("empty", 0), ("full", 5000)):
         rates = []
@@ -112,10 +113,10 @@ def measure_reading(variant: str, lengths: list[int], repeats: int) -> list[Row]
 def measure_bandwidth(variant: str, repeats: int) -> Row:
     """GB/s that one step at batch 1 reads of weights and state, and that a sum over a large array reads."""
     executor = open_executor(variant, 1)
-    config = load_checkpoint().config
+    config = load_checkpoint(MEASURED_MODEL).config
     matrices = sum(
         parameter.numel() * (2 if "router" in name else 1)
-        for name, parameter in load_checkpoint().model.named_parameters()
+        for name, parameter in load_checkpoint(MEASURED_MODEL).model.named_parameters()
         if parameter.dim() == 2 and "conv" not in name
     )
     slots = sum(tensor[0].numel() * 4 for name, tensor in executor.pool.tensors.items() if name.endswith("slots"))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
@@ -92,7 +93,7 @@ def make_executors(model: NsmModel, names: Iterable[ExecutorName], *, num_thread
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     parser.add_argument(
         "--data", type=Path, default=Path("data/books-sample"), help="directory of *-test.jsonl.zst and *-val.jsonl.zst"
     )

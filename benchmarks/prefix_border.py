@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.prefix_resume import opened
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backend = LocalBackend(load_checkpoint(None), EngineConfig())
+    backend = LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig())
     rows = asyncio.run(run(backend, args.store, args.rounds))
     print("".join(f"{name:>16}" for name in rows[0]))
     for row in rows:

@@ -1,6 +1,6 @@
 """What stored prefixes save and cost: `python -m benchmarks.prefix_resume`. Two tables, then one line of JSON.
 
-First a stateless chat that grows, on the bundled model: the time to the first token of each turn, with and without.
+First a stateless chat that grows, on pulse-books: the time to the first token of each turn, with and without.
 Then the parts by length of the prompt: looking a prefix up among those of 64 chats, and writing one.
 """
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import source_commit
@@ -159,7 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     kinds = ["memory", *(["redis"] if shutil.which("redis-server") else [])]
-    loaded = load_checkpoint(None)
+    loaded = load_checkpoint(MEASURED_MODEL)
     engine = EngineConfig()
     chats: list[dict[str, float | str]] = []
     for kind in ("off", *kinds):

@@ -100,7 +100,7 @@ def show(run: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=Path("pulse-books"), help="model directory or name")
     parser.add_argument("--executors", nargs="+", default=["native", "eager"], help="one after the other")
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 32], help="rows of the state pool")
     parser.add_argument("--alone", action="store_true", help="measure this process, and print JSON only")

@@ -1,6 +1,6 @@
 """What a turn costs by its place in a chain: `python -m benchmarks.response_chain`. A table, then one line of JSON.
 
-The stock `openai` client against `nsm serve` with the bundled model and SQLite, each response after the one before it.
+The stock `openai` client against `nsm serve` with pulse-books and SQLite, each response after the one before it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import openai
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_lab.provenance import source_commit
 
 START_S = 120.0
@@ -48,6 +49,7 @@ def serving(directory: str) -> Iterator[Served]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [Path(sys.executable).with_name("nsm"), "serve", "--port", str(port), "--data-dir", directory]
+    command += ["--model", MEASURED_MODEL]
     server = subprocess.Popen(command, env={**os.environ, "NSM_LOG_LEVEL": "warning"})
     client = openai.OpenAI(
         base_url=f"http://127.0.0.1:{port}/v1",

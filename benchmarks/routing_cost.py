@@ -2,7 +2,7 @@
 
 Decode steps of one engine without a probe, of one with it and nobody asking, and with one or all requests asking, in
 turns on one machine; and what the engine does for the feature in a step in which nobody asks, alone, in nanoseconds.
-CPU only, on the bundled model's executor.
+CPU only, on pulse-books' executor.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
@@ -55,7 +56,7 @@ def decode_ms(engine: Engine, requests: list[GenerationRequest]) -> float:
 def off_ns() -> float:
     """Of `RoutingWatch.look` in a step that concerns no request that asks."""
     watched, plan = (
-        RoutingWatch(RoutingProbe(load_checkpoint(None).model)),
+        RoutingWatch(RoutingProbe(load_checkpoint(MEASURED_MODEL).model)),
         Plan(decode=(0,), prefill=(), admitted=()),
     )
     call: Callable[[], Any] = lambda: watched.capture(plan, {}, None)  # type: ignore[arg-type]  # noqa: E731
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = load_checkpoint(None)
+    loaded = load_checkpoint(MEASURED_MODEL)
     chosen = choose_executor(loaded)
     config = EngineConfig(max_slots=max(options.rows), token_budget=512, queue_limit=8)
 

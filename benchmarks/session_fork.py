@@ -1,6 +1,6 @@
 """What a fork costs by the length of its log: `python -m benchmarks.session_fork`. A table, then one line of JSON.
 
-The SQLite store; the state has the size of the bundled model's, the log grows by 4 bytes a token.
+The SQLite store; the state has the size of that of pulse-books, the log grows by 4 bytes a token.
 """
 
 from __future__ import annotations

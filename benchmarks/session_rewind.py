@@ -1,6 +1,6 @@
 """What older snapshots buy and cost: `python -m benchmarks.session_rewind --redis`. Tables, then one line of JSON.
 
-A session of the bundled model over `--turns` turns of `--turn-tokens` tokens of books, once for each number of older
+A session of pulse-books over `--turns` turns of `--turn-tokens` tokens of books, once for each number of older
 snapshots (NSM_RETAINED_SNAPSHOTS), all with the states of one reading:
 
 - bytes: what the session takes in SQLite (file size) and Redis (MEMORY USAGE of its keys), against the raw state;
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from redis.asyncio import Redis
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.session_store import redis_store
 from nsm_core.config import EngineConfig
 from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Resume
@@ -72,7 +73,7 @@ class StoreCase:
 async def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    backend = LocalBackend(load_checkpoint(None), EngineConfig())
+    backend = LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig())
     await backend.start()
     try:
         with tempfile.TemporaryDirectory(dir=args.dir) as directory:

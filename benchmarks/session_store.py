@@ -36,7 +36,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
 
 NUM_WARM_UP = 5
-STATE_BYTES = (3_780_616, 945_154)  # the bundled model's state in fp32, and in a quarter of that
+STATE_BYTES = (3_780_616, 945_154)  # pulse-books' state in fp32, and in a quarter of that
 KINDS = ("sqlite FULL", "sqlite NORMAL", "redis always", "redis everysec")
 
 

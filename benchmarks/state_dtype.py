@@ -1,6 +1,6 @@
 """What NSM_STATE_DTYPE saves and costs: `python -m benchmarks.state_dtype --redis`. Tables, then one line of JSON.
 
-The bundled model (or `--model`), text of data/books-sample, for each dtype of stored states:
+pulse-books (or `--model`), text of data/books-sample, for each dtype of stored states:
 
 - a snapshot: its bytes against those of the raw state; the time to encode and to decode it, the checksum included;
 - a session of `--turns` turns with its log and `--kept` older snapshots: what it stores, and what that takes in SQLite
@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.session_rewind import KEY, book_ids, redis_case, run_turns, snapshot_of, sqlite_case
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
@@ -214,7 +215,7 @@ def show(
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=None, help="a model directory (default: the bundled one)")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
     parser.add_argument("--turns", type=int, default=1_000)
     parser.add_argument("--turn-tokens", type=int, default=80)

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig, ModelConfig
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume, TokenEvent
-from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
@@ -137,10 +137,10 @@ def _ticks(pid: int) -> int:
 def model_dir(args: argparse.Namespace) -> Iterator[Path]:
     """The model to be measured; a small one has random weights."""
     if not args.small:
-        yield args.model or BUNDLED
+        yield args.model
         return
     with tempfile.TemporaryDirectory() as directory:
-        tokenizer = load_checkpoint(None).tokenizer
+        tokenizer = load_checkpoint(MEASURED_MODEL).tokenizer
         torch.manual_seed(0)
         config = ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, num_layers=2, num_heads=2, mlp_hidden=64)
         save_model(NsmModel(config).requires_grad_(False), tokenizer, Path(directory), WeightFormat.FP32)
@@ -262,7 +262,7 @@ async def run(args: argparse.Namespace, model: Path, url: str, pids: tuple[int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    models.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     models.add_argument("--small", action="store_true", help="a random one, whose steps are short beside what is added")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=20, help="first tokens to be timed")

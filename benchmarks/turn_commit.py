@@ -1,10 +1,10 @@
 """The cost of storing a turn: `python -m benchmarks.turn_commit --against DIR`. A table, then one line of JSON.
 
-Turns of an engine that computes nothing, whose states have the bundled model's size, through the whole gateway without
+Turns of an engine that computes nothing, whose states have the size of pulse-books', through the whole gateway without
 a socket. `written`: bytes that reach the disk for a turn, by the kernel's count of the process that writes (this one
 for SQLite, the server for Redis, whose append-only file is synced as named), snapshots included. `commit`: from the
 last token to the end of the commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn.
-`at rest`: the tenant's bytes over one state. `cold`: the bundled model, a turn of one token on a gateway that never saw
+`at rest`: the tenant's bytes over one state. `cold`: pulse-books, a turn of one token on a gateway that never saw
 the session, after `--context` tokens. `--against DIR` measures another checkout beside this one, in turns.
 """
 

@@ -1,7 +1,7 @@
 """One process of `benchmarks.turn_commit`: turns on one store, with the packages of the checkout that PYTHONPATH names.
 
 Run as a file. `--mode turns`: an engine that computes nothing and gives states of `--state-bytes`. `--mode cold`: the
-bundled model, and the first token of a turn on a second gateway. Prints one line of JSON.
+pulse-books, and the first token of a turn on a second gateway. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -101,19 +101,20 @@ async def cold(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a turn of one token on a gateway that never saw the session, median of several."""
     import torch
 
+    from benchmarks.measured_model import MEASURED_MODEL
     from nsm_core.config import EngineConfig
     from nsm_core.model.loader import load_checkpoint
     from service.backends.local import LocalBackend
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {"replayed": [], "ms": []}
-    async with gateway(LocalBackend(load_checkpoint(None), EngineConfig()), args.store) as (_, warm):
+    async with gateway(LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig()), args.store) as (_, warm):
         (await warm.post("/v1/sessions", json={"id": "s"})).raise_for_status()
         await say(warm, "s", {"input": [7] * args.context, "max_tokens": 1})
         await asyncio.sleep(2.0)  # what follows the commit
         for _ in range(args.turns):
             await say(warm, "s", {"input": "And then?", "max_tokens": 32})
-            async with gateway(LocalBackend(load_checkpoint(None), EngineConfig()), args.store) as (_, other):
+            async with gateway(LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig()), args.store) as (_, other):
                 copy = (await other.post("/v1/sessions/s/fork", json={})).json()["id"]
                 (await other.get("/v1/models")).raise_for_status()
                 # the copy's state is not in that process: it came from the store

@@ -1,6 +1,6 @@
 """How much of a turn the session store takes: `python -m benchmarks.turn_store_share`. A table, then one line of JSON.
 
-Turns of 64 tokens of the bundled model in this process, over HTTP without a socket. A turn waits for the store before
+Turns of 64 tokens of pulse-books in this process, over HTTP without a socket. A turn waits for the store before
 it begins (`fetch`: lease, head and state; `begin_turn`: its record) and before its end is told (`commit`: making the
 snapshot, writing it with log, head and result). These are the share. What is written meanwhile (`append_turn`: the
 tokens as they come; `renew`) is told apart: the turn does not wait for it. Redis: a server on loopback, with its
@@ -27,6 +27,7 @@ import httpx
 import torch
 from fastapi import FastAPI
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.session_store import opened
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
@@ -69,7 +70,7 @@ async def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         async with opened(kind, Path(directory)) as (store, _):
             await store.close()  # the application opens it
-            stopwatch, backend = Stopwatch(store), LocalBackend(load_checkpoint(None), EngineConfig())
+            stopwatch, backend = Stopwatch(store), LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig())
             app = create_app(Settings(data_dir=Path(directory), prefix_cache_mb=0), backend, store)
             async with app.router.lifespan_context(app):
                 rows = await take_turns(app, stopwatch, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -16,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from nsm_core.control_group import max_memory_bytes, usable_threads
-from nsm_core.errors import ConfigError, DeviceUnusable
+from nsm_core.errors import ConfigError, DeviceUnusable, NsmError
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
 from service.addresses import is_loopback
@@ -25,7 +26,9 @@ from service.backends.base import InferenceBackend
 from service.deps import Services
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
 from service.settings import Settings, is_tracing_on, label, naming
+from service.state.other_model import other_model
 from service.stores.prefixes.factory import make_prefix_store
+from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
@@ -91,6 +94,8 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket, *, is
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
         line = start_line(services, f"[{host}]" if ":" in host else host, port) if is_announced else None
+        if is_announced:
+            await warn_of_other_model(services)
         freeze_objects()
         try:
             await GracefulServer(config, services, line).serve(sockets=[sock])
@@ -107,6 +112,21 @@ def start_line(services: Services, host: str, port: int) -> str:
         f"serving {services.model_name} on {url} with sessions in {sessions}, computed as {numerics}, "
         f"documentation at {url}/docs"
     )
+
+
+async def warn_of_other_model(services: Services) -> None:
+    """One line where another model made the newest session: so it is after a change of the model.
+
+    Only one session is read, of the default tenant: a turn warns of any other.
+    """
+    with contextlib.suppress(NsmError):
+        newest = (await services.store.list(tenant=DEFAULT_TENANT, limit=1)).heads
+        made_by = {head.model_fingerprint for head in newest if head.num_log_tokens}
+        for fingerprint in made_by - {services.backend.model.fingerprint}:
+            logger.warning(
+                "the newest session was made by model %s, which does not run here: %s",
+                *await asyncio.to_thread(other_model, fingerprint),
+            )
 
 
 def make_backend(settings: Settings) -> InferenceBackend:

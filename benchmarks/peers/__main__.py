@@ -1,7 +1,7 @@
 """The engine and the gateway beside what a user would pick instead, in one run: `python -m benchmarks.peers`.
 
-llama.cpp with random Llama, RWKV-7 and Mamba-2 of the bundled model's size (Q8_0, of the Llama Q4_0 and Q4_K_M too;
-`benchmarks.peers.build_llama` builds it), against the bundled model on its native kernels in int8 and int4; one thread
+llama.cpp with random Llama, RWKV-7 and Mamba-2 of the size of pulse-books (Q8_0, of the Llama Q4_0 and Q4_K_M too;
+`benchmarks.peers.build_llama` builds it), against pulse-books on its native kernels in int8 and int4; one thread
 each, by turns, per CPU second. A table with ratios and goals, then one line of JSON.
 """
 

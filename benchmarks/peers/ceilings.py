@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.native_kernels import SHAPES, matrix_executor, open_executor
 from benchmarks.peers.figures import Figures
 from nsm_core.execution.native.executor import NativeExecutor
@@ -44,10 +45,10 @@ def measure_ceilings(*, repeats: int) -> Figures:
 
 
 def step_size(executor: NativeExecutor) -> tuple[int, int]:
-    """Numbers in the bundled model's int8 matrices; bytes of weights and of one row's slots that a step reads."""
+    """Numbers in pulse-books' int8 matrices; bytes of weights and of one row's slots that a step reads."""
     matrices = {
         name: parameter.numel()
-        for name, parameter in load_checkpoint().model.named_parameters()
+        for name, parameter in load_checkpoint(MEASURED_MODEL).model.named_parameters()
         if parameter.dim() == 2 and "conv" not in name
     }
     routers = sum(size for name, size in matrices.items() if "router" in name)

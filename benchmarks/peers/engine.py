@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.engine import Bench
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.native_kernels import open_executor
 from benchmarks.peers.figures import RWKV7_KERNELS, Figures
 from nsm_core.execution.base import Executor
@@ -29,11 +30,11 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 
 class Ours:
-    """The bundled model behind the whole engine: scheduler, sampler and what becomes of tokens are in its figures."""
+    """pulse-books behind the whole engine: scheduler, sampler and what becomes of tokens are in its figures."""
 
     def __init__(self, name: str, executor_name: ExecutorName, *, max_batch: int) -> None:
         self.name = name
-        loaded = load_checkpoint()
+        loaded = load_checkpoint(MEASURED_MODEL)
         executor = choose_executor(loaded, executor_name)
         self.about = {"model": loaded.name, "executor": executor.name, "numerics": executor.numerics}
         self._bench = Bench(loaded, executor, max_slots=max_batch, token_budget=TOKEN_BUDGET)
@@ -97,7 +98,7 @@ class OurKernels:
 
 
 def bundled_kernels(name: str, precision: Precision, *, max_batch: int) -> OurKernels:
-    """Of the bundled model. Raises RuntimeError where the kernels were not built."""
+    """Of pulse-books. Raises RuntimeError where the kernels were not built."""
     _require_kernels()
     return OurKernels(name, open_executor(variants()[0], max_batch, precision))
 

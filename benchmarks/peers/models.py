@@ -1,8 +1,8 @@
-"""Random weights of the bundled model's size for llama.cpp: Llama, RWKV-7 and Mamba-2 as GGUF files in Q8_0.
+"""Random weights of pulse-books' size for llama.cpp: Llama, RWKV-7 and Mamba-2 as GGUF files in Q8_0.
 
 `python -m benchmarks.peers.models DIRECTORY` in an environment with `gguf` (`benchmarks.peers.build_llama` makes one).
 They are for speed only: what they write is noise. Width, vocabulary and the number of weights that a token passes are
-the bundled model's; depth and feed-forward width are what each family needs to get there. So is the tokenizer.
+pulse-books'; depth and feed-forward width are what each family needs to get there. So is the tokenizer.
 """
 
 from __future__ import annotations

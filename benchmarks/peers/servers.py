@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.peers.build_llama import LlamaBuild
 from nsm_core.errors import NsmError
 from nsm_lab.bench.builds import RUN
@@ -65,7 +66,7 @@ def nsm_server(directory: Path, *, slots: int) -> Iterator[Server]:
     port = free_port()
     command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", "1"]
     command += ["--max-slots", str(slots), "--data-dir", str(directory / "nsm")]
-    command += ["--speculation", "off"]  # llama-server drafts nothing either
+    command += ["--model", str(MEASURED_MODEL), "--speculation", "off"]  # llama-server drafts nothing either
     server = Server(command, port=port, log=directory / "nsm.log")
     try:
         yield server

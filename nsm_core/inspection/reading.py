@@ -21,7 +21,8 @@ MAX_TOKENS = 4096  # of one text: each is a step of the model
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateTrajectory:
-    """The states of a layer over a text, on the CPU. Distances are relative to the length of the learned start.
+    """The states of a layer over a text, on the CPU. Distances are relative to the length of the learned start; of a
+    start of zeros, which keyed slots have, they are distances.
 
     `begin`, `end` [H,M,D]: before the first token and after the last. `moved` [T,H,M]: distance from the learned
     start over its length, after each token. `change` [T,H,M]: how far the token moved it, over the same length.
@@ -173,7 +174,8 @@ class _States:
         self._name = name
         self._begin = self._last = self._of(begin)
         self._start = self._of(start)
-        self._length = self._start.norm(dim=-1)
+        length = self._start.norm(dim=-1)
+        self._length = length.where(length > 0, torch.ones_like(length))
         self._changed = torch.zeros_like(self._begin)
         self._path: list[Tensor] | None = [] if records_path else None
         self._figures: list[Tensor] = []

@@ -12,14 +12,15 @@ from torch import Tensor
 from nsm_core.inspection.layer_hooks import HookedLayer
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.gated import GatedMixer
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.memory import MemoryMixer, cosine
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.recurrence import LinearRecurrence
 from nsm_core.state.spec import State
 
-Kind = Literal["slots", "gated", "memory", "attention", "recurrence"]
+Kind = Literal["slots", "keyed", "gated", "memory", "attention", "recurrence"]
 # Kind -> the tensor with its states, [H, M, width]. All heads share the rows [R, width] of a memory.
-STATES: dict[Kind, str] = {"slots": "slots", "gated": "gated", "memory": "memory"}
+STATES: dict[Kind, str] = {"slots": "slots", "keyed": "slots", "gated": "gated", "memory": "memory"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class Capture:
     replace at the next boundary, in a linear recurrence of each channel [B,1,d]. `read` [B,H,M]: the weights of the
     states in the reads after it. `seen` [B,H,W]: the weights of tokens in view, the token itself first, then the
     one before it. The whole read is `read` and `seen` together: their sum is 1.
+
+    Keyed slots have routes of both signs and unit length. `write` is the share of a slot's own content that the token
+    removes, `read` the squared route: its sum is 1 too, but it is not the weight of a sum.
 
     The states of a memory are its rows, the same for every head: `write` is how far the row was addressed, which a
     token does that completes a chunk and no other, `usage` [B,M] in [0, 1] how fully and lately it was, after it.
@@ -44,7 +48,7 @@ class Capture:
 
 def has_states(layer: HookedLayer) -> bool:
     """Whether the layer routes tokens to states."""
-    return isinstance(layer.mixer, PulseMixer | GatedMixer | MemoryMixer)
+    return isinstance(layer.mixer, PulseMixer | KeyedMixer | GatedMixer | MemoryMixer)
 
 
 def capture(layer: HookedLayer, before: State, positions: Tensor) -> Capture | None:
@@ -55,6 +59,8 @@ def capture(layer: HookedLayer, before: State, positions: Tensor) -> Capture | N
     mixer = layer.mixer
     if isinstance(mixer, PulseMixer):
         return _capture_slots(mixer, layer, before)
+    if isinstance(mixer, KeyedMixer):
+        return _capture_keyed(mixer, layer, before, positions)
     if isinstance(mixer, GatedMixer):
         return _capture_gated(mixer, layer, before, positions)
     if isinstance(mixer, MemoryMixer):
@@ -92,6 +98,12 @@ def _capture_slots(mixer: PulseMixer, layer: HookedLayer, before: State) -> Capt
     if layer.active is not None:
         logits = logits.masked_fill(~layer.active.expand_as(logits), -torch.inf)
     return Capture(kind="slots", write=write, read=logits.softmax(dim=-1))
+
+
+def _capture_keyed(mixer: KeyedMixer, layer: HookedLayer, before: State, positions: Tensor) -> Capture:
+    x = layer.inputs["project"].view(len(positions), 1, -1)
+    write, read = mixer.shares(x, before["conv_tail"], positions)
+    return Capture(kind="keyed", write=write, read=read)
 
 
 def _capture_gated(mixer: GatedMixer, layer: HookedLayer, before: State, positions: Tensor) -> Capture:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
-from nsm_core.errors import CheckpointError
+from nsm_core.errors import CheckpointError, NsmError
+from nsm_core.model.identity import fingerprint
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-BUNDLED = CHECKPOINTS / "pulse-books"  # the default model
+BUNDLED = CHECKPOINTS / "pulse-books-keyed"  # the default model
 
 
 def find_checkpoint(model: Path | None) -> Path:
@@ -30,3 +32,21 @@ def find_checkpoint(model: Path | None) -> Path:
 def bundled_names() -> tuple[str, ...]:
     """In alphabetical order."""
     return tuple(sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir()))
+
+
+@functools.cache
+def bundled_name(model_fingerprint: str) -> str | None:
+    """The name of the bundled model with this fingerprint; None: of another. Reads the files of all once."""
+    return next((name for name, own in _fingerprints().items() if own == model_fingerprint), None)
+
+
+@functools.cache
+def _fingerprints() -> dict[str, str]:
+    """Of the bundled models whose files are here: an image may leave them out."""
+    found = {}
+    for path in sorted(CHECKPOINTS.glob("*")):
+        try:
+            found[path.name] = fingerprint(path)
+        except NsmError:
+            continue
+    return found

@@ -84,17 +84,25 @@ class KeyedMixer(Mixer):
         return {name: torch.zeros(batch_size, *shape, device=device) for name, shape in self.state_shapes().items()}
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        tokens, gate, tail = self._tokens(x, state["conv_tail"], segments)
+        tokens, gate, tail = self.tokens(x, state["conv_tail"], segments)
         read, slots = keyed_scan(**tokens, state=state["slots"], reset=segments.reset)
         return self._output(read, tokens["v"], gate), {"slots": slots, "conv_tail": tail}
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
-        tokens, gate, tail = self._tokens(x[:, None], state["conv_tail"], Segments(positions[:, None]))
+        tokens, gate, tail = self.tokens(x[:, None], state["conv_tail"], Segments(positions[:, None]))
         token = {name: value[:, 0].to(state["slots"].dtype) for name, value in tokens.items()}
         read, slots = keyed_step(**token, state=state["slots"])
         return self._output(read, token["v"], gate[:, 0]), {"slots": slots, "conv_tail": tail}
 
-    def _tokens(self, x: Tensor, tail: Tensor, segments: Segments) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def shares(self, x: Tensor, tail: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens x [B,1,d] at `positions` [B], fp32 [B,H,M]: of each slot's own content the share that the write
+        removes, and the squared route of the read.
+        """
+        tokens, _, _ = self.tokens(x, tail, Segments(positions[:, None]))
+        token = {name: value[:, 0].float() for name, value in tokens.items()}
+        return token["strength"][..., None] * token["k"].square(), token["q"].square()
+
+    def tokens(self, x: Tensor, tail: Tensor, segments: Segments) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """What `keyed_scan` reads of tokens x [B,T,d], their output gate, and the new tail."""
         inner = self.conv.value.shape[1]
         mixed, gate = torch.split(self.project(x), [tail.shape[-1], inner], dim=-1)

@@ -30,7 +30,7 @@ class LoadedNsm(LoadedModel[NsmModel]):
 
 def has_slots(config: ModelConfig) -> bool:
     """Whether any layer has memory slots."""
-    return any(set(plan.kinds) & set("NCG") for plan in parse_layer_pattern(config.layer_pattern))
+    return any(set(plan.kinds) & set("NCGK") for plan in parse_layer_pattern(config.layer_pattern))
 
 
 def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from nsm_core.loaded_model import SequenceModel
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.state.inspection import UNTOUCHED
-from nsm_core.state.spec import State
+from nsm_core.state.spec import POSITION, State
 from nsm_core.stats import LayerStats
 
 OBSERVE_EVERY_S = 5.0
@@ -26,19 +27,19 @@ UNUSED_WEIGHT = 1e-3
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """`name`: in LayerStats and in the state's tensors. `used_at_start` [H, M] bool: slots in use at a text's start;
-    none in layers whose slots count as used once they leave their start.
+    """`name`: in LayerStats and in the state's tensors. `source`: tells the write weights. `used_at_start` [H, M] bool:
+    slots in use at a text's start; none in layers whose slots count as used once they leave their start.
     """
 
     name: str
-    router: Router
+    source: Router | KeyedMixer
     used_at_start: Tensor
     num_allocated: int = 0
     num_pruned: int = 0
 
 
 class ModelObserver:
-    """Repeats one step of the model beside the running ones and records its routers. Not thread-safe.
+    """Repeats one step of the model beside the running ones and records what it writes to slots. Not thread-safe.
 
     `clock`: in seconds. A sample is due every few seconds, more rarely if samples are expensive.
     """
@@ -52,8 +53,8 @@ class ModelObserver:
         with torch.inference_mode():
             initial = model.initial_state(1)
         self._layers = [
-            _Layer(name, router, _used_at_start(initial, name))
-            for name, router in _routers(model)
+            _Layer(name, source, _used_at_start(initial, name))
+            for name, source in _sources(model)
             if f"layers.{name}.slots" in initial
         ]
         self._used: dict[str, list[Tensor]] = {}  # by request: the slots in use at the last sample
@@ -72,7 +73,7 @@ class ModelObserver:
         """
         began = self._clock()
         weights: dict[str, Tensor] = {}
-        with self._watching(weights):
+        with self._watching(weights, state):
             self._model.peek(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].used_at_start.device), state)
         initial = self._model.initial_state(1)  # not stored: it takes megabytes
         names = [f"layers.{layer.name}.slots" for layer in self._layers]
@@ -89,20 +90,29 @@ class ModelObserver:
         self._due_at = now + max(OBSERVE_EVERY_S, (now - began) / MAX_SHARE)
 
     @contextlib.contextmanager
-    def _watching(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Records each router's write weights [B, H, M] in `weights`, by layer."""
+    def _watching(self, weights: dict[str, Tensor], state: State) -> Iterator[None]:
+        """Records each layer's write weights [B, H, M] in `weights`, of a step on top of `state`."""
+        given: list[tuple[str, KeyedMixer, Tensor]] = []
 
-        def watch(name: str) -> Callable[..., None]:
+        def of_router(name: str) -> Callable[..., None]:
             def keep(router: Router, given: object, log_decay: Tensor) -> None:
                 weights[name] = -torch.expm1(log_decay)
 
             return keep
 
+        def of_keys(name: str, mixer: KeyedMixer) -> Callable[..., None]:
+            return lambda project, inputs: given.append((name, mixer, inputs[0]))
+
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
-                handle = layer.router.register_forward_hook(watch(layer.name))
+                if isinstance(layer.source, Router):
+                    handle = layer.source.register_forward_hook(of_router(layer.name))
+                else:
+                    handle = layer.source.project.register_forward_pre_hook(of_keys(layer.name, layer.source))
                 stack.callback(handle.remove)
             yield
+        for name, mixer, x in given:  # after the hooks: this projects once more
+            weights[name], _ = mixer.shares(x, state[f"layers.{name}.conv_tail"], state[POSITION])
 
     def _count_changes(self, request_ids: Sequence[str], is_fresh: Sequence[bool], used: Sequence[Tensor]) -> None:
         """Compares with the last sample, or with the start. The first sample of a resumed state counts no change."""
@@ -124,13 +134,13 @@ def observer_of(model: SequenceModel) -> ModelObserver | None:
     return ModelObserver(model) if isinstance(model, NsmModel) else None
 
 
-def _routers(model: NsmModel) -> Iterator[tuple[str, Router]]:
+def _sources(model: NsmModel) -> Iterator[tuple[str, Router | KeyedMixer]]:
     """With the names of their layers; one of several mixers of a layer has its number behind the layer's."""
     for number, block in enumerate(model.layers):
         for path, module in block.mixer.named_modules():
-            router = getattr(module, "router", None)
-            if isinstance(router, Router):
-                yield ".".join((str(number), *(part for part in path.split(".") if part.isdigit()))), router
+            source = module if isinstance(module, KeyedMixer) else getattr(module, "router", None)
+            if isinstance(source, Router | KeyedMixer):
+                yield ".".join((str(number), *(part for part in path.split(".") if part.isdigit()))), source
 
 
 def _moved(slots: Tensor, start: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from nsm_core.state.spec import POSITION, State, StateSpec
 
 # A slot that moved by less than this share of its start's length counts as untouched: rounding moves it by less.
 UNTOUCHED = 1e-4
-_PREFIX, _GATED, _CACHE, _TAIL = "layers.", "gated", "kv", "conv_tail"
+_PREFIX, _SLOTS, _GATED, _CACHE, _TAIL = "layers.", "slots", "gated", "kv", "conv_tail"
 
 
 def inspect_state(
@@ -73,11 +73,15 @@ def _describe(
         window = state[prefix + _CACHE].shape[3]
         filled = min(int(state[POSITION][0]), window)
         return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled, part=part)
-    kind: Literal["slots", "gated"] = "gated" if prefix + _GATED in state else "slots"
-    name = prefix + kind
+    name = prefix + (_GATED if prefix + _GATED in state else _SLOTS)
     if name not in state:
         return None
     now, start = (value[name][0].detach().to("cpu", torch.float64) for value in (state, initial))
+    kind: Literal["slots", "keyed", "gated"]
+    if name.endswith(_GATED):
+        kind = "gated"
+    else:  # slots that are keyed by routes start empty, all others where training put them
+        kind = "slots" if start.any() else "keyed"
     has_keys = kind == "slots" and state[prefix + _TAIL].shape[-1] != start.shape[0] * start.shape[2]
     heads = tuple(_use(now[head, None], start[head, None], detail, has_keys) for head in range(len(now)))
     return LayerUse(

@@ -19,7 +19,7 @@ class Detail(enum.StrEnum):
 class SlotFigures:
     """One slot, or the mean over several. `moved`: distance from the learned start over the start's length.
 
-    None where a figure is not defined: a start of length zero, numbers that are not finite, slots without keys.
+    None where a figure is not defined: a start of zeros (keyed slots), numbers that are not finite, slots without keys.
     """
 
     key_norm: float | None
@@ -49,7 +49,7 @@ class LayerUse:
     """
 
     layer: int
-    kind: Literal["slots", "gated", "attention"]
+    kind: Literal["slots", "keyed", "gated", "attention"]
     num_bytes: int
     use: SlotUse | None = None
     heads: tuple[SlotUse, ...] | None = None

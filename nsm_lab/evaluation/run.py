@@ -164,7 +164,10 @@ class _Subject:
 
     def slots(self) -> SlotUsage | None:
         texts = (torch.from_numpy(document.cut(_SLOT_TOKENS).tokens[:-1]) for document in self._documents)
-        return measure_slot_usage(self._model, itertools.islice(texts, _SLOT_DOCUMENTS))
+        usage = measure_slot_usage(self._model, itertools.islice(texts, _SLOT_DOCUMENTS))
+        if usage is None:
+            self._log("slots: left out, the model has no routers; nsm inspect shows keyed slots")
+        return usage
 
     def samples(self) -> tuple[Sample, ...]:
         config = self._config

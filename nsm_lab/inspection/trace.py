@@ -44,14 +44,15 @@ class LayerTrace:
 def trace(inspection: Inspection, token: int) -> tuple[LayerTrace, ...]:
     """Traces each layer at the token with this index in the text.
 
-    Memories are left out: each number of a row is erased by its own share, and a write belongs to a whole chunk.
+    Memories are left out: each number of a row is erased by its own share, and a write belongs to a whole chunk. So are
+    keyed slots: their weights have both signs, and are no shares.
 
     Raises InvalidRequest.
     """
     if not 0 <= token < len(inspection.ids):
         message = f"token must be in [0, {len(inspection.ids) - 1}], the text's tokens, got {token}"
         raise InvalidRequest(message, param="token")
-    layers = (layer for layer in inspection.layers if layer.kind != "memory")
+    layers = (layer for layer in inspection.layers if layer.kind not in ("memory", "keyed"))
     return tuple(_trace_layer(layer, token, inspection.position) for layer in layers)
 
 

@@ -20,6 +20,7 @@ from service.schemas.sessions import GENERATED_PREFIX, SESSION_ID, new_session_i
 from service.server import make_backend
 from service.settings import Settings
 from service.state.chat_text import text_after
+from service.state.other_model import shown_model
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead
 from service.stores.sessions.factory import make_store
@@ -73,8 +74,9 @@ class Conversation:
         fingerprint = self._backend.model.fingerprint
         if head.model_fingerprint != fingerprint:
             raise StateMismatch(
-                f"session {self.session_id!r} was made by model {head.model_fingerprint[:12]}, "
-                f"this is {fingerprint[:12]}: name the right one with --model"
+                f"session {self.session_id!r} was made by model {shown_model(head.model_fingerprint)}, "
+                f"this is {shown_model(fingerprint)}: name the right one with --model, or move it to this one with "
+                "`nsm sessions migrate`"
             )
         self.head, self.is_new = head, False
 

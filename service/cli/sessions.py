@@ -140,15 +140,16 @@ async def _read_log(settings: Settings, key: SessionKey) -> tuple[SessionHead, t
 
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
-    """The tokenizer of the session's model; raises StateMismatch when the model at hand is another."""
+    """The tokenizer of the session's log; raises StateMismatch when the model at hand has another."""
     from nsm_core.errors import StateMismatch
     from nsm_core.model.bundled import find_checkpoint
+    from service.state.other_model import shown_model
 
     fingerprint, tokenizer = _identify(find_checkpoint(settings.model))
-    if fingerprint != head.model_fingerprint:
+    if head.model_fingerprint != fingerprint and head.tokenizer_fingerprint != tokenizer.fingerprint:
         raise StateMismatch(
-            f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, "
-            f"{find_checkpoint(settings.model)} is {fingerprint[:12]}: name the right one with --model, "
+            f"session {head.session_id} was made by model {shown_model(head.model_fingerprint)}, "
+            f"{find_checkpoint(settings.model)} is {shown_model(fingerprint)}: name the right one with --model, "
             "or print token ids with --ids"
         )
     return tokenizer

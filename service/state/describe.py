@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
 from service.state.at_head import with_head_state
 from service.state.keeper import StateKeeper
+from service.state.other_model import other_model
 from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
 from service.state.resume import ResumedSession, resume
@@ -72,7 +74,7 @@ async def describe_stored(
     NotFound; InvalidRequest also for a session that has a log and no stored state.
     """
     found = resume(stored, model=source.model, tokenizer=source.tokenizer)
-    start = _usable(found, stored.head.session_id)
+    start = await _usable(found, stored.head)
     if start.is_cold:
         raise InvalidRequest(f"no state of session {stored.head.session_id!r} is stored; a running server can make it")
     snapshot = start.snapshot
@@ -115,13 +117,17 @@ async def _recent(
     return recent
 
 
-def _usable(found: ResumedSession | LostState, session_id: str) -> ResumedSession:
+async def _usable(found: ResumedSession | LostState, head: SessionHead) -> ResumedSession:
     """Raises for a state that the next turn would rebuild: until then nothing can be inspected."""
     if isinstance(found, ResumedSession):
         return found
     if found.reason == "fingerprint_mismatch":
-        raise StateMismatch(f"the state of session {session_id!r} was made by another model than the one that runs")
-    raise SnapshotCorrupt(f"the state of session {session_id!r} is {found.reason}; its next turn makes it again")
+        made_by, ways = await asyncio.to_thread(other_model, head.model_fingerprint)
+        raise StateMismatch(
+            f"the state of session {head.session_id!r} was made by model {made_by}, which does not run here. Its next "
+            f"turn makes it again; {ways}"
+        )
+    raise SnapshotCorrupt(f"the state of session {head.session_id!r} is {found.reason}; its next turn makes it again")
 
 
 def _without_unset(layer: dict[str, Any]) -> dict[str, Any]:

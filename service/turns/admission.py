@@ -13,6 +13,7 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
+from service.state.other_model import other_model, shown_model
 from service.state.rebuild import LostState, read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
@@ -86,9 +87,7 @@ class TurnAdmission:
         head, model = held.stored.head, self.backend.model
         request, model_fingerprint = decode_request(record.request, head.key, turn_id=record.turn_id)
         if model_fingerprint != model.fingerprint:
-            raise StateMismatch(
-                f"the turn was begun by model {model_fingerprint[:12]}, this server runs {model.fingerprint[:12]}"
-            )
+            raise StateMismatch(await asyncio.to_thread(_other_turn, model_fingerprint, model.fingerprint))
         tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
         start = await self._resume(held, request)
         generation_request = dataclasses.replace(
@@ -156,11 +155,24 @@ class TurnAdmission:
     async def _replay(self, head: SessionHead, lost: LostState) -> ResumedSession:
         """The turn will read the whole log, from the start, before its own input."""
         replay = await read_replay(self.store, lost, head)
-        logger.warning(
-            "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
-        )
         model, tokenizer = self.backend.model, self.backend.tokenizer
+        reason: str = lost.reason
+        if lost.reason == "fingerprint_mismatch":
+            reason = await asyncio.to_thread(_other_model, head.model_fingerprint, model.fingerprint)
+        logger.warning("session %s: state %s, made again from %d tokens", head.session_id, reason, len(replay.log_ids))
         return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
+
+
+def _other_turn(fingerprint: str, running: str) -> str:
+    return (
+        f"the turn was begun by model {shown_model(fingerprint)}, this server runs {shown_model(running)}: only a "
+        "server with the former can end it; a new turn of the session takes its place"
+    )
+
+
+def _other_model(fingerprint: str, running: str) -> str:
+    shown, ways = other_model(fingerprint)
+    return f"of model {shown}, not of {shown_model(running)} ({ways})"
 
 
 @contextlib.contextmanager

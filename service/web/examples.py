@@ -61,7 +61,7 @@ MODEL: dict[str, Any] = {
     "limits": {"max_prompt_tokens": 131072, "max_tokens": 32768, "max_body_bytes": 8388608},
 }
 
-# As the bundled model answered; figures shortened.
+# As pulse-books answered; figures shortened.
 ANSWERS: Mapping[str, dict[str, Any]] = {
     "SessionAnswer": {
         "id": "harbour",

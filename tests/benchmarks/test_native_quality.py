@@ -1,4 +1,4 @@
-"""What rounded weights cost the bundled model, on a part of a book that it was not trained on."""
+"""What rounded weights cost pulse-books, on a part of a book that it was not trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.native_quality import NSM_EXECUTORS, REFERENCE, compare, make_executors, read
 from nsm_core.execution.native.library import variants
 from nsm_core.model.loader import load_checkpoint
@@ -18,7 +19,7 @@ BOOKS = Path(__file__).parents[2] / "data/books-sample"
 
 @pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 def test_int8_costs_nothing_and_int4_less_than_a_hundredth_of_a_bit() -> None:
-    loaded = load_checkpoint()
+    loaded = load_checkpoint(MEASURED_MODEL)
     texts = [document.text for document in itertools.islice(read_documents(BOOKS, "test"), 1)]
     documents = [encode_document(loaded.tokenizer, text, 600) for text in texts]
     executors = make_executors(loaded.model, NSM_EXECUTORS, num_threads=1)

@@ -40,7 +40,7 @@ async def draw(url: str, folder: Path) -> None:
 
 
 async def converse(tab: Playground) -> None:
-    await tab.send(OPENING, max_tokens="80", temperature="0.6", seed="3")
+    await tab.send(OPENING, max_tokens="80", temperature="0.8", seed="3")
     await tab.turns_end(1)
     await tab.send("In the morning they saw the sail again,", max_tokens="60")
     await tab.turns_end(2)

@@ -16,15 +16,17 @@ import httpx
 from tests.support.control_groups import inside
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+URL = re.compile(r"serving .* on (http://[^\s,]+)")
 SERVE = "from service.server import run; from service.settings import load_settings; run(load_settings())"
 
 
 class Server:
-    """One process and a client of it."""
+    """One process and a client of it. `start`: what it logged until it served."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient, start: str) -> None:
         self.process = process
         self.client = client
+        self.start = start
 
     async def create(self, session_id: str) -> None:
         response = await self.client.post("/v1/sessions", json={"id": session_id})
@@ -77,10 +79,11 @@ async def running(
     )
     assert process.stderr is not None
     try:
-        url = await read_url(process.stderr)
+        start = await read_start(process.stderr)
+        url = url_in(start)
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url, timeout=60.0) as client:
             tasks.create_task(process.stderr.read())  # a full pipe would stop the server
-            yield Server(process, client)
+            yield Server(process, client, start)
             stop(process)
     finally:
         stop(process)
@@ -93,10 +96,20 @@ def stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def read_url(log: asyncio.StreamReader) -> str:
+    return url_in(await read_start(log))
+
+
+async def read_start(log: asyncio.StreamReader) -> str:
+    """Up to the line with the URL."""
     lines = []
     async for line in log:
         lines.append(line.decode())
-        found = re.search(r"serving .* on (http://[^\s,]+)", lines[-1])
-        if found:
-            return found[1]
+        if URL.search(lines[-1]):
+            return "".join(lines)
     raise RuntimeError("the server did not start:\n" + "".join(lines))
+
+
+def url_in(start: str) -> str:
+    found = URL.search(start)
+    assert found is not None
+    return found[1]

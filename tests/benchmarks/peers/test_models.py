@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.peers.engine import rwkv7_kernels
 from benchmarks.peers.models import MATRIX, PEERS, TOKENIZER, VOCAB_SIZE, WIDTH, write_model
 from nsm_core.execution.native.library import variants
@@ -14,8 +15,8 @@ from nsm_core.model.loader import load_checkpoint
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_has_as_many_weights_as_the_bundled_model(name: str) -> None:
-    loaded = load_checkpoint()
+def test_a_peer_has_as_many_weights_as_the_measured_model(name: str) -> None:
+    loaded = load_checkpoint(MEASURED_MODEL)
     assert (loaded.config.d_model, loaded.config.vocab_size) == (WIDTH, VOCAB_SIZE)
     ours = sum(parameter.numel() for parameter in loaded.model.parameters())
     assert PEERS[name].num_weights == pytest.approx(ours, rel=0.02)

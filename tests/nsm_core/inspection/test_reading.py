@@ -20,13 +20,14 @@ def state_after(model: NsmModel, ids: list[int]) -> State:
         return model(torch.tensor([ids]), model.initial_state(1))[1]
 
 
-@pytest.mark.parametrize("pattern", ["NWL", "CG(NW)", "A[NL]", "MWN"])
+@pytest.mark.parametrize("pattern", ["NWL", "CG(NW)", "A[NL]", "MWN", "KWN"])
 def test_every_kind_of_layer_tells_what_it_has(pattern: str) -> None:
     model = random_model(small_config(64, layer_pattern=pattern, num_layers=3, gate_chunk=8, communication_interval=64))
     inspection = inspect(model, IDS)
     kinds = {
         "N": "slots",
         "C": "slots",
+        "K": "keyed",
         "G": "gated",
         "M": "memory",
         "W": "attention",
@@ -46,7 +47,7 @@ def test_every_kind_of_layer_tells_what_it_has(pattern: str) -> None:
         }
 
 
-@pytest.mark.parametrize("pattern", ["N", "C", "G"])
+@pytest.mark.parametrize("pattern", ["N", "C", "G", "K"])
 def test_the_end_is_the_state_of_one_run_and_the_path_leads_there(pattern: str) -> None:
     model = random_model(small_config(64, layer_pattern=pattern, gate_chunk=8, communication_interval=64))
     name = "gated" if pattern == "G" else "slots"
@@ -59,9 +60,10 @@ def test_the_end_is_the_state_of_one_run_and_the_path_leads_there(pattern: str) 
     assert torch.equal(path[-1], trajectory.end)
     start = model.initial_state(1)[f"layers.1.{name}"][0]
     assert torch.equal(trajectory.begin, start)
-    torch.testing.assert_close(trajectory.moved, (path - start).norm(dim=-1) / start.norm(dim=-1))
+    length = start.norm(dim=-1) if start.any() else torch.ones(start.shape[:-1])  # keyed slots start empty
+    torch.testing.assert_close(trajectory.moved, (path - start).norm(dim=-1) / length)
     changes = torch.diff(torch.cat((start[None], path)), dim=0)
-    torch.testing.assert_close(trajectory.change, changes.norm(dim=-1) / start.norm(dim=-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trajectory.change, changes.norm(dim=-1) / length, rtol=1e-4, atol=1e-6)
     cosine = torch.cosine_similarity(changes[1:], changes[:-1], dim=-1)
     is_change = (changes[1:].norm(dim=-1) > 0) & (changes[:-1].norm(dim=-1) > 0)
     torch.testing.assert_close(trajectory.turn[1:][is_change], cosine[is_change], rtol=1e-3, atol=1e-4)

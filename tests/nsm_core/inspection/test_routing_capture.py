@@ -13,6 +13,8 @@ from nsm_core.config import ModelConfig
 from nsm_core.inspection.layer_hooks import HookedLayer, hookable_layers, hooked
 from nsm_core.inspection.routing_capture import Capture, capture
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.segments import Segments
+from nsm_core.ops.keyed_scan.reference import keyed_step
 from nsm_core.state.spec import POSITION, State
 from tests.support.models import random_model, small_config
 
@@ -79,6 +81,26 @@ def test_weights_of_slots_give_the_layers_output(changes: dict[str, object], num
     values = torch.lerp(step.before["slots"][..., -16:], value[:, :, None].expand(2, 2, 8, 16), write[..., None])
     torch.testing.assert_close(values, step.after["slots"][..., -16:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gated_output(step, torch.einsum("bhm,bhmk->bhk", read, values)), step.given_to_out)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 70])
+def test_weights_of_keyed_slots_are_the_share_that_a_slot_loses_and_the_squared_route(num_tokens: int) -> None:
+    """Of a slot's own content the decay leaves a share, and the token removes its write from that."""
+    step = step_after(random_model(small_config(64, layer_pattern="K")), num_tokens)
+    write, read, mixer = step.capture.write, step.capture.read, step.layer.mixer
+    assert step.capture.kind == "keyed"
+    torch.testing.assert_close(read.sum(-1), torch.ones(2, 2))
+    x = step.layer.inputs["project"].reshape(2, 1, -1)
+    tokens, _, _ = mixer.tokens(x, step.before["conv_tail"], Segments(torch.tensor([[num_tokens]] * 2)))
+    remaining = torch.empty_like(write)
+    token = {name: value[:, 0] for name, value in tokens.items()} | {"v": torch.zeros(2, 2, 1)}
+    for slot in range(write.shape[-1]):
+        alone = F.one_hot(torch.tensor(slot), write.shape[-1]).float().expand(2, 2, -1)[..., None]
+        _, after = keyed_step(**token, state=alone)
+        remaining[..., slot] = after[..., slot, 0]
+    torch.testing.assert_close(remaining, token["log_decay"].exp()[..., None] * (1 - write), rtol=1e-4, atol=1e-5)
+    assert float(write.sum(-1).max()) <= 1
+    assert torch.equal(mixer.shares(x, step.before["conv_tail"], torch.full((2,), num_tokens))[0], write)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 8, 21])

@@ -30,7 +30,7 @@ def test_keyed_mixer_writes_where_the_token_before_read() -> None:
     mixer.conv.write[-1] = 0.0
     mixer.conv.read[0] = 0.0
     x = torch.randn(1, 20, 32)
-    tokens, _, _ = mixer._tokens(x, mixer.initial_state(1)["conv_tail"], Segments(torch.arange(20)[None]))
+    tokens, _, _ = mixer.tokens(x, mixer.initial_state(1)["conv_tail"], Segments(torch.arange(20)[None]))
     torch.testing.assert_close(tokens["k"][:, 4:], tokens["q"][:, 3:-1])
 
 

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from nsm_core.inspection.layer_hooks import hookable_layers, hooked
+from nsm_core.inspection.routing_capture import capture
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.observer import MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
-from nsm_core.state.spec import State
+from nsm_core.state.spec import POSITION, State
 from tests.support.fake_meters import FakeClock
 from tests.support.models import random_model, small_config
 
@@ -49,6 +51,21 @@ def test_the_figures_are_those_of_the_routers_own_weights(router: str) -> None:
         assert layer.sparsity == pytest.approx(float((wanted < 1e-3).float().mean()))
         assert 0 < layer.utilisation <= 1
         assert 1 <= layer.states_per_token <= 8
+
+
+def test_figures_of_keyed_slots_are_those_that_a_captured_token_has() -> None:
+    model = random_model(small_config(64, layer_pattern="KW"))
+    observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
+    layers = hookable_layers(model)
+    with torch.inference_mode(), hooked(layers):
+        model.step(torch.tensor([5, 6]), state)
+    wanted = capture(layers[0], layers[0].state_of(state), state[POSITION])
+    assert wanted is not None
+    assert wanted.write is not None
+    sample(observer, state)
+    assert [layer.layer for layer in observer.layers] == ["0"]
+    assert observer.layers[0].openness == pytest.approx(float(wanted.write.mean()), rel=1e-4)
+    assert observer.layers[0].utilisation == 1.0
 
 
 def test_a_sparse_router_shows_so() -> None:

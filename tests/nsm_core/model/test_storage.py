@@ -11,7 +11,7 @@ import torch
 from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
-from nsm_core.model.bundled import CHECKPOINTS, find_checkpoint
+from nsm_core.model.bundled import BUNDLED, CHECKPOINTS, bundled_name, find_checkpoint
 from nsm_core.model.identity import fingerprint
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -186,6 +186,11 @@ def test_a_directory_goes_before_a_bundled_model_of_its_name(tmp_path: Path, mon
     assert find_checkpoint(Path("pulse-books-small")) == Path("pulse-books-small")
 
 
+def test_a_bundled_model_is_known_by_its_fingerprint_and_no_other_is() -> None:
+    assert bundled_name(fingerprint(CHECKPOINTS / "pulse-books-small")) == "pulse-books-small"
+    assert bundled_name("0" * 64) is None
+
+
 def test_unknown_name_lists_the_bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"bundled models are pulse-books, pulse-books-keyed, pulse-books-small$"):
@@ -199,13 +204,13 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "most_bytes"),
-    [(None, 45_000_000), ("pulse-books-keyed", 40_000_000), ("pulse-books-small", 8_000_000)],
-    ids=["default", "keyed", "small"],
+    [(None, 45_000_000), ("pulse-books", 45_000_000), ("pulse-books-small", 8_000_000)],
+    ids=["default", "slots", "small"],
 )
 def test_the_bundled_models_are_whole_and_small_enough(name: str | None, most_bytes: int) -> None:
     path = None if name is None else Path(name)
     loaded = load_checkpoint(path)
-    assert loaded.name == (name or "pulse-books")
+    assert loaded.name == (name or BUNDLED.name)
     assert loaded.weight_format == "int8"
     assert sum(file.stat().st_size for file in find_checkpoint(path).iterdir()) <= most_bytes
     assert loaded.tokenizer.vocab_size == loaded.config.vocab_size

@@ -61,6 +61,22 @@ def test_figures_of_slots_moved_by_hand(hybrid: NsmModel) -> None:
     assert 1.0 < second.effective_slots <= 2.0
 
 
+def test_keyed_slots_start_empty_so_what_is_told_of_them_needs_no_start(tiny_tokenizer: Tokenizer) -> None:
+    model = random_model(small_config(tiny_tokenizer, layer_pattern="K")).eval().requires_grad_(False)
+    start = model.initial_state(1)
+    _, state = model.forward(torch.arange(5)[None], start)
+    fresh = inspect_state(model.state_spec, None, start).layers[0]
+    layer = inspect_state(model.state_spec, model.state_spec.pack(state), start).layers[0]
+    assert (fresh.kind, layer.kind) == ("keyed", "keyed")
+    assert fresh.use is not None
+    assert layer.use is not None
+    assert (fresh.use.untouched_share, fresh.use.effective_slots) == (1.0, 0.0)
+    assert (layer.use.mean.key_norm, layer.use.mean.moved, layer.use.mean.cosine) == (None, None, None)
+    lengths = state["layers.0.slots"][0].norm(dim=-1)
+    assert layer.use.mean.value_norm == pytest.approx(float(lengths.mean()), rel=1e-5)
+    assert layer.use.untouched_share == 0.0
+
+
 def test_numbers_that_are_not_finite_are_none(hybrid: NsmModel) -> None:
     state = hybrid.initial_state(1)
     state["layers.1.slots"][0, 0, 0, 0] = torch.nan

@@ -64,8 +64,14 @@ def test_log_gives_text_and_ids(nsm: Nsm, tiny_tokenizer: Tokenizer) -> None:
     }  # fmt: skip
 
 
-def test_a_log_is_not_read_with_another_models_tokenizer(nsm: Nsm, other_model_dir: Path) -> None:
+def test_a_log_is_read_with_another_model_of_the_same_tokenizer(nsm: Nsm, other_model_dir: Path) -> None:
     session_id = talk(nsm)
+    own, other = (nsm("sessions", "log", session_id, *more) for more in ((), ("--model", other_model_dir)))
+    assert own.stdout == other.stdout != ""
+
+
+def test_a_log_is_not_read_with_another_models_tokenizer(nsm: Nsm) -> None:
+    session_id, other_model_dir = talk(nsm), "pulse-books-small"
     result = nsm("sessions", "log", session_id, "--model", other_model_dir)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"nsm: session {session_id} was made by model ")

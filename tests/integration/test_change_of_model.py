@@ -1,0 +1,81 @@
+"""A store whose sessions another model made: the server says so, their texts go on, and commands move them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from nsm_core.model.bundled import BUNDLED
+from service.cli.main import app
+from tests.support.server_processes import Server, running
+
+OLD = {"MODEL": "pulse-books-small", "EXECUTOR": "eager"}
+NEW: dict[str, object] = {"MODEL": BUNDLED.name}
+IDENTITY = {"Idempotency-Key": "once"}
+OPENING = "It was the best of times,"
+TURN: dict[str, Any] = {"max_tokens": 8, "seed": 7}
+
+
+async def refused(server: Server, path: str, **body: Any) -> str:
+    """The message of a 409 `state_mismatch`."""
+    response = await (server.client.post(path, json=body, headers=IDENTITY) if body else server.client.get(path))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (409, "state_mismatch")
+    return str(error["message"])
+
+
+async def printed(*command: str, data_dir: Path) -> str:
+    """By a command of `nsm sessions` with the new model."""
+    words = ["sessions", *command, "--data-dir", str(data_dir), "--model", BUNDLED.name]
+    return (await asyncio.to_thread(CliRunner().invoke, app, words)).stdout
+
+
+async def test_R3_sessions_of_another_model_go_on_from_their_logs_after_a_kill(tmp_path: Path) -> None:
+    async with running(OLD, tmp_path) as server:
+        first = await server.say_once("known", OPENING, **TURN)
+        await server.create("killed")
+        server.client.headers.update(IDENTITY)
+        await server.kill_in_mid_stream("killed", OPENING, seed=7)
+    async with running(NEW, tmp_path) as server:
+        ways = "`nsm sessions migrate` moves sessions to the running model, `nsm serve --model pulse-books-small`"
+        assert ways not in server.start  # the newest session has no turn that ended
+        message = await refused(server, "/v1/sessions/known/states")
+        assert "was made by model pulse-books-small (" in message
+        assert ways in message
+        unfinished = {"input": OPENING, "max_tokens": 20_000, "stream": True, "seed": 7}
+        assert "was begun by model pulse-books-small (" in await refused(
+            server, "/v1/sessions/killed/generate", **unfinished
+        )
+        again = await server.say("known", " and then", max_tokens=8)
+        assert again["session"] == {
+            "id": "known", "version": 2, "rebuilt": "fingerprint_mismatch", "position": again["session"]["position"]
+        }  # fmt: skip
+        assert again["usage"]["prompt_tokens_details"]["replayed_tokens"] == first["session"]["position"]
+        assert (await server.client.get("/v1/sessions/known/states")).status_code == 200
+        instead = await server.say("killed", "Chapter two.", max_tokens=8)  # a new turn, in place of the one begun
+        assert instead["session"]["version"] == 1
+
+
+async def test_R3_migrated_sessions_go_on_from_a_state_of_the_new_model(tmp_path: Path) -> None:
+    async with running(OLD, tmp_path) as server:
+        await server.say_once("known", OPENING, **TURN)
+        server.process.kill()
+        await server.process.wait()
+    assert OPENING in await printed("log", "known", data_dir=tmp_path)
+    assert await printed("migrate", data_dir=tmp_path) == "migrate: 1 migrated\n"
+    async with running(NEW, tmp_path) as server:
+        assert "was made by model" not in server.start
+        again = await server.say("known", " and then", max_tokens=8)
+        assert "rebuilt" not in again["session"]
+        assert again["usage"]["prompt_tokens_details"].get("replayed_tokens", 0) == 0
+
+
+async def test_a_start_warns_of_a_newest_session_of_another_model(tmp_path: Path) -> None:
+    async with running({"MODEL": BUNDLED.name}, tmp_path) as server:
+        await server.say_once("known", OPENING, **TURN)
+    async with running(OLD, tmp_path) as server:
+        assert f"the newest session was made by model {BUNDLED.name} (" in server.start
+        assert f"`nsm serve --model {BUNDLED.name}` continues with theirs" in server.start
