@@ -16,7 +16,9 @@ from starlette.middleware.cors import CORSMiddleware
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import HasUpstreams, InferenceBackend
+from service.batches.runner import BatchRunner
 from service.deps import Services
+from service.files.stored_files import Files
 from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
 from service.named_states.library import StateLibrary
@@ -24,9 +26,11 @@ from service.named_states.signature import StateSeal
 from service.playground.page import add_playground
 from service.prompts import PromptEncoder
 from service.routes import (
+    batches,
     chat,
     completions,
     conversations,
+    files,
     health,
     metrics,
     models,
@@ -88,6 +92,8 @@ ROUTES = (
     states,
     named_states,
     streams,
+    files,
+    batches,
     models,
     tokenize,
     health,
@@ -180,7 +186,9 @@ def create_app(
             seal=seal,
             state_format=StateFormat(settings.state_dtype),
         ),
+        files=Files(records, tenants),
         background=Background(),
+        batch_news=asyncio.Event(),
         tracing=tracing,
     )
     app = DescribedApi(
@@ -269,4 +277,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.background.drain)
         # turns commit before the engine and the store are gone; a graceful stop has drained them long before
         stack.push_async_callback(services.turns.drain, 0.0)
+        await stack.enter_async_context(BatchRunner(services).running())
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ from nsm_core.chat_template import ChatTemplate, get_template
 from nsm_core.errors import NotFound
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
+from service.files.stored_files import Files
 from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
 from service.messages import quoted
@@ -51,7 +53,9 @@ class Services:
     tenants: Tenants
     records: RecordStore
     states: StateLibrary
+    files: Files
     background: Background
+    batch_news: asyncio.Event  # a batch was created or cancelled here
     tracing: Tracing | None = None
 
     @property

@@ -253,7 +253,7 @@ class DeletedAnswer(BaseModel):
     """The deleted object."""
 
     id: str
-    object: Literal["session.deleted", "response", "conversation.deleted", "state.deleted"]
+    object: Literal["session.deleted", "response", "conversation.deleted", "state.deleted", "file"]
     deleted: Literal[True]
 
 
@@ -342,3 +342,72 @@ class ReadyAnswer(BaseModel):
 
     status: Literal["ready", "not ready"]
     checks: dict[str, bool]
+
+
+class FileAnswer(BaseModel):
+    """A file without its bytes."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["uploaded", "processed"]
+    status_details: None
+
+
+class FilePage(BaseModel):
+    """A page of files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class RequestCounts(BaseModel):
+    """Of a batch: `completed` were answered with 200, `failed` with another status."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchAnswer(BaseModel):
+    """A batch, as it is now."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: Object | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchPage(BaseModel):
+    """A page of batches, the newest first."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

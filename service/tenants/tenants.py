@@ -194,5 +194,5 @@ class Tenants:
     def _reject(self, reason: Rejection, message: str) -> None:
         self._metrics.requests.rejected(reason)
         raise QuotaExceeded(
-            f"{message}; delete sessions, responses, conversations or states, or ask the operator for more"
+            f"{message}; delete sessions, responses, conversations, states or files, or ask the operator for more"
         )

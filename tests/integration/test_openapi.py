@@ -53,11 +53,15 @@ STATE = "/v1/states/{state}"
 RESPONSE = "/v1/responses/{response_id}"
 CONVERSATION = "/v1/conversations/{conversation_id}"
 ITEM = f"{CONVERSATION}/items/{{item_id}}"
+UPLOAD = "/v1/files/{file_id}"
+BATCH = "/v1/batches/{batch_id}"
 GENERATOR = Path(sys.prefix) / "client-generator" / "package"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 DETAILS = {"include_energy": True, "include_routing": True, "max_tokens": 2}
 # One request of each operation, or several, that must succeed: body, then query. FILE is an exported session.
 FILE = "FILE"
+FORM = {"file": b"{}", "purpose": "batch"}  # of a form
+LONG_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 32}}
 GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("POST", "/v1/completions"): [
         ({"prompt": "Hi", "logprobs": 2, "echo": True, "n": 2, **DETAILS}, {}),
@@ -111,6 +115,17 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", f"{STATE}/export"): [(None, {})],
     ("POST", "/v1/states/import"): [(FILE, {"name": "imported"})],
     ("GET", "/v1/streams/{stream_id}"): [(None, {"starting_after": "1"})],
+    ("POST", "/v1/files"): [(FORM, {})],
+    ("GET", "/v1/files"): [(None, {"limit": "2", "purpose": "batch", "order": "asc"})],
+    ("GET", UPLOAD): [(None, {})],
+    ("DELETE", UPLOAD): [(None, {})],
+    ("GET", f"{UPLOAD}/content"): [(None, {})],
+    ("POST", "/v1/batches"): [
+        ({"input_file_id": "", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}}, {})
+    ],
+    ("GET", "/v1/batches"): [(None, {"limit": "2"})],
+    ("GET", BATCH): [(None, {})],
+    ("POST", f"{BATCH}/cancel"): [(None, {})],
     ("GET", "/v1/models"): [(None, {})],
     ("GET", "/v1/models/{model_id}"): [(None, {})],
     ("POST", "/tokenize"): [({"prompt": "Hi", "return_token_strs": True}, {}), ({"messages": MESSAGES}, {})],
@@ -174,9 +189,32 @@ class Api:
             ids["item_id"] = items["first_id"]
         if "{state}" in path:
             ids["state"] = self.made("/v1/states", name="rules", text="Be brief.")["id"]
+        if "file_id" in path:
+            ids["file_id"] = self.upload()
+        if "batch_id" in path:
+            ids["batch_id"] = self.made("/v1/batches", **self.batch(num_lines=100 if "cancel" in path else 1))["id"]
         if "model_id" in path:
             ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]
         return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
+
+    def upload(self, *, num_lines: int = 1) -> str:
+        """The id of an input file."""
+        lines = [json.dumps({**LONG_LINE, "custom_id": str(number)}) for number in range(num_lines)]
+        form: dict[str, Any] = {"files": {"file": ("in", "\n".join(lines))}, "data": {"purpose": "batch"}}
+        return str(self.client.post("/v1/files", **form).json()["id"])
+
+    def batch(self, *, num_lines: int = 1) -> dict[str, Any]:
+        """A body that makes a batch."""
+        body, _ = GOOD["POST", "/v1/batches"][0]
+        return {**body, "input_file_id": self.upload(num_lines=num_lines)}
+
+    def good(self, method: str, path: str) -> list[tuple[Any, dict[str, Any]]]:
+        """GOOD, with the id of a file that is there."""
+        return (
+            [(self.batch(), query) for _, query in GOOD[method, path]]
+            if path == "/v1/batches" and method == "POST"
+            else GOOD[method, path]
+        )
 
     def send(self, case: schemathesis.Case) -> int:
         """The status of an answer that is as the description says."""
@@ -235,12 +273,14 @@ def requests(draw: st.DrawFn, operation: schemathesis.APIOperation, ids: dict[st
 @pytest.mark.parametrize(("method", "path"), GOOD, ids=[" ".join(key) for key in GOOD])
 def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -> None:
     operation = api.operation(method, path)
-    for body, query in GOOD[method, path]:
+    for body, query in api.good(method, path):
         fields: dict[str, Any] = {"path_parameters": api.ids(path), "query": query}
         if body == FILE:
             (session_id,) = api.ids(SESSION).values()
             fields["body"] = api.client.get(f"/v1/sessions/{session_id}/export").content
             fields["media_type"] = FILE_HEADERS["content-type"]
+        elif body == FORM:
+            fields |= {"body": body, "media_type": "multipart/form-data"}
         elif body is not None:
             fields |= {"body": body, "media_type": "application/json"}
         assert api.send(operation.Case(**fields)) == 200
@@ -264,8 +304,10 @@ def test_X8_a_client_that_reads_each_answer_as_the_first_listed_type_can(api: Ap
     """As generated clients do."""
     operation = api.operation(method, path)
     first_type, *_ = operation.definition.raw["responses"]["200"]["content"]
-    body, query = GOOD[method, path][0]
-    if body == FILE:
+    body, query = api.good(method, path)[0]
+    if body == FORM:
+        answer = api.client.post(path, files={"file": b"{}"}, data={"purpose": "batch"})
+    elif body == FILE:
         (session_id,) = api.ids(SESSION).values()
         file = api.client.get(f"/v1/sessions/{session_id}/export").content
         answer = api.client.request(
@@ -286,9 +328,10 @@ def test_X8_a_generated_client_reads_an_answer_of_every_operation(api: Api, tmp_
     client = tmp_path / "client"
     generate_client(api, client)
     calls = []
-    for (method, path), ((good, query), *_) in GOOD.items():
-        body, definition = good, api.operation(method, path).definition.raw
-        if body != FILE and next(iter(definition["responses"]["200"]["content"])) == "application/json":
+    for method, path in GOOD:
+        (body, query), *_ = api.good(method, path)
+        definition = api.operation(method, path).definition.raw
+        if body not in (FILE, FORM) and next(iter(definition["responses"]["200"]["content"])) == "application/json":
             body = {} if body is None and "requestBody" in definition else body  # the generator cannot leave it out
             fields = {**api.ids(path), **query, **({} if body is None else {"body": body})}
             calls.append({"operation": definition["operationId"], "fields": fields})

@@ -1,4 +1,5 @@
-"""The seam between the gateway and whatever keeps small JSON documents: responses, conversations and their items.
+"""The seam between the gateway and whatever keeps JSON documents: responses, conversations and their items, files and
+batches.
 
 A document has one key, (tenant, kind, id), and a version that every write must name: two writers never overwrite each
 other unseen. Unlike a session it has no log and no state; what changes together is one document.
@@ -11,7 +12,8 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 # A "chain" document counts the holders of a session: the responses and conversations that need it.
-Kind = Literal["response", "chain", "conversation", "item"]
+# A "part" is a piece of a file, an "index" has the ids of a tenant's files or batches, a "line" is a result of a batch.
+Kind = Literal["response", "chain", "conversation", "item", "file", "part", "index", "batch", "line"]
 
 ABSENT = 0  # the version of a document that does not exist
 

@@ -118,7 +118,11 @@ async def test_an_example_is_accepted(name: str) -> None:
                 path = path.replace(part, value)
             if name == "CreateSessionBody":
                 await server.client.delete("/v1/sessions/harbour")
-            response = await server.client.request(method, path, json=REQUESTS[name])
+            body = REQUESTS[name]
+            if name == "CreateBatchBody":
+                file = await server.services.files.create("default", b"{}", filename="in.jsonl", purpose="batch")
+                body = {**body, "input_file_id": file.id}
+            response = await server.client.request(method, path, json=body)
             assert response.status_code == 200, response.text
 
 

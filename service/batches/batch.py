@@ -1,0 +1,115 @@
+"""A batch as it is kept: the object that clients see, and who runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from nsm_core.errors import NotFound
+from service.messages import quoted
+from service.stores.records.base import ABSENT, Record
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+WINDOW_S = {"24h": 86_400}
+KEEP_LINES_S = 7 * 86_400  # of results whose batch was never finished
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """The process that runs a batch. `beat` rises while it is alive: clocks of two machines need not agree."""
+
+    owner: str
+    beat: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`fields`: the object that clients see. `ownership`: None while nobody runs it. `version`: the document's."""
+
+    tenant: str
+    fields: Mapping[str, Any]
+    ownership: Ownership | None = None
+    output_ttl_s: int | None = None
+    version: int = ABSENT
+
+    @property
+    def id(self) -> str:
+        return str(self.fields["id"])
+
+    @property
+    def status(self) -> str:
+        return str(self.fields["status"])
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody asked for its end."""
+        return self.status == "cancelling"
+
+    def is_expired(self) -> bool:
+        return bool(time.time() > self.fields["expires_at"])
+
+    def changed(self, **fields: Any) -> Batch:
+        return dataclasses.replace(self, fields={**self.fields, **fields})
+
+    def now(self, status: str, **fields: Any) -> Batch:
+        """With a new status and its time."""
+        return self.changed(status=status, **{f"{status}_at": int(time.time())}, **fields)
+
+    def to_document(self) -> dict[str, Any]:
+        ownership = None if self.ownership is None else dataclasses.asdict(self.ownership)
+        return {"fields": dict(self.fields), "ownership": ownership, "output_ttl_s": self.output_ttl_s}
+
+    @classmethod
+    def from_record(cls, tenant: str, record: Record) -> Batch:
+        document = record.document
+        ownership = None if document["ownership"] is None else Ownership(**document["ownership"])
+        return cls(
+            tenant=tenant,
+            fields=document["fields"],
+            ownership=ownership,
+            output_ttl_s=document["output_ttl_s"],
+            version=record.version,
+        )
+
+
+def new_batch(
+    tenant: str,
+    *,
+    endpoint: str,
+    input_file_id: str,
+    completion_window: str,
+    metadata: Mapping[str, str],
+    output_ttl_s: int | None,
+) -> Batch:
+    """One that nobody has looked at yet."""
+    now = int(time.time())
+    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    fields = {
+        "id": f"batch_{uuid.uuid4().hex}",
+        "object": "batch",
+        "endpoint": endpoint,
+        "errors": None,
+        "input_file_id": input_file_id,
+        "completion_window": completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + WINDOW_S[completion_window],
+        **{f"{name}_at": None for name in times},
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": dict(metadata) or None,
+    }
+    return Batch(tenant=tenant, fields=fields, output_ttl_s=output_ttl_s)
+
+
+def batch_not_found(batch_id: str) -> NotFound:
+    """The same answer for an id that never was, or is another tenant's."""
+    return NotFound(f"batch {quoted(batch_id)} does not exist", param="batch_id", code="batch_not_found")

@@ -1,0 +1,208 @@
+"""One batch from its input file to its output files, in the process that owns it.
+
+Each line's result is one document, written once: a process that is killed loses the lines that it had not finished,
+and whoever owns the batch next runs just those. The files are made of the results when all are there, under ids that
+follow from the batch's own, so that writing them again changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+
+from nsm_core.errors import NotFound, NsmError
+from nsm_core.hashing import identity_of
+from service.batches.batch import Batch, Ownership
+from service.batches.input_lines import InputErrors, InputLine, read_lines
+from service.batches.library import RESULTS_AT_ONCE, BatchLibrary
+from service.batches.pace import LinePace
+from service.batches.requests import LineRequest, expired_line, is_failed, key_of, num_requests_of, run_line
+from service.deps import Services
+
+logger = logging.getLogger("nsm.batches")
+
+
+class OwnershipLost(Exception):
+    """Another process runs the batch now."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class BatchRun:
+    """`owner`: the name of this process. `beat_s`: between two signs of life."""
+
+    services: Services
+    library: BatchLibrary
+    pace: LinePace
+    batch: Batch
+    owner: str
+    beat_s: float
+    _is_over: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    _counts: dict[int, bool] = dataclasses.field(default_factory=dict)  # lines that have a result: whether it failed
+    _num_lines: int = 0
+    _is_lost: bool = False  # the batch is another's now, or the store is away
+
+    async def run(self) -> None:
+        """To the batch's end. Raises OwnershipLost, or NsmError where the store fails: then somebody goes on later."""
+        if self.batch.has_ended:  # killed before it was taken off the list
+            await self.library.close(self.batch)
+            return
+        lines = await self._read_input()
+        if isinstance(lines, InputErrors):
+            await self._end(self.batch.now("failed", errors=lines.to_object()))
+            return
+        self._num_lines = len(lines)
+        self._counts = await self.library.known(self.batch, len(lines))
+        if self.batch.status == "validating":
+            await self._change(lambda batch: batch.now("in_progress") if batch.status == "validating" else batch)
+        async with self._beating():
+            if self.batch.status in ("in_progress", "cancelling"):
+                async with self.pace.giving_way():
+                    await self._run_lines([line for line in lines if line.number not in self._counts])
+            if not self._is_lost:
+                await self._finish(lines)
+
+    async def _read_input(self) -> list[InputLine] | InputErrors:
+        services, fields = self.services, self.batch.fields
+        try:
+            file = await services.files.get(self.batch.tenant, fields["input_file_id"])
+            raw = await services.files.read(self.batch.tenant, file)
+        except NotFound as error:
+            return InputErrors([{"code": "file_not_found", "message": str(error), "param": None, "line": None}])
+        return await asyncio.to_thread(read_lines, raw, endpoint=fields["endpoint"])
+
+    async def _run_lines(self, lines: Sequence[InputLine]) -> None:
+        """Until all have a result, or the batch is to end."""
+        waiting, running = list(reversed(lines)), dict[asyncio.Task[Any], InputLine]()
+        over = asyncio.create_task(self._is_over.wait())
+        try:
+            while (waiting or running) and not self._is_over.is_set():
+                if waiting:
+                    room = asyncio.create_task(self.pace.wait_for_room())
+                    try:
+                        await asyncio.wait((room, over, *running), return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        room.cancel()
+                    if room.done() and not room.cancelled() and not self._is_over.is_set():
+                        line = waiting.pop()
+                        running[self._begin(line)] = line
+                else:
+                    await asyncio.wait((over, *running), return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in running if task.done()]:
+                    line = running.pop(task)
+                    if task.cancelled():  # it gave way
+                        waiting.append(line)
+                    else:
+                        task.result()
+        finally:
+            over.cancel()
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+
+    def _begin(self, line: InputLine) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.create_task(self._run_line(line))
+        self.pace.add(task, num_requests=num_requests_of(line.body))
+        return task
+
+    async def _run_line(self, line: InputLine) -> None:
+        request = LineRequest(
+            services=self.services, tenant=self.batch.tenant, line=line, key=key_of(self.batch.id, line.number)
+        )
+        result = await run_line(request, endpoint=self.batch.fields["endpoint"])
+        await self.library.put_result(self.batch, line.number, result)
+        self._counts[line.number] = is_failed(result)
+
+    @contextlib.asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        """Inside, the batch tells how far it is, and hears when it is to end."""
+        if self.batch.is_cancelled or self.batch.is_expired():
+            self._is_over.set()
+        task = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def _beat(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self.beat_s)
+                await self._change(lambda batch: batch.changed(request_counts=self._request_counts()))
+                if self.batch.is_cancelled or self.batch.is_expired():
+                    self._is_over.set()
+        except (OwnershipLost, NsmError):
+            self._is_lost = True
+            self._is_over.set()
+            raise
+
+    def _request_counts(self) -> dict[str, int]:
+        num_failed = sum(self._counts.values())
+        return {"total": self._num_lines, "completed": len(self._counts) - num_failed, "failed": num_failed}
+
+    async def _change(self, change: Any) -> None:
+        """Changes the batch, with a sign of life. Raises OwnershipLost."""
+
+        def with_beat(batch: Batch) -> Batch:
+            if batch.ownership is None or batch.ownership.owner != self.owner:
+                raise OwnershipLost
+            changed: Batch = change(batch)
+            return dataclasses.replace(changed, ownership=Ownership(owner=self.owner, beat=batch.ownership.beat + 1))
+
+        self.batch = await self.library.change(self.batch.tenant, self.batch.id, with_beat)
+
+    async def _finish(self, lines: Sequence[InputLine]) -> None:
+        """The files, then the last status."""
+        is_whole = len(self._counts) == len(lines)
+        status = "cancelled" if self.batch.is_cancelled else "completed" if is_whole else "expired"
+        if status == "completed" and self.batch.status == "in_progress":
+            await self._change(lambda batch: batch.now("finalizing") if batch.status == "in_progress" else batch)
+        output, errors = await self._outputs(lines, has_expired=status == "expired")
+        files = {
+            "output_file_id": await self._write("output", output),
+            "error_file_id": await self._write("error", errors),
+        }
+        await self._end(self.batch.now(status, request_counts=self._request_counts(), **files))
+        await self.library.forget_results(self.batch, len(lines))
+
+    async def _outputs(self, lines: Sequence[InputLine], *, has_expired: bool) -> tuple[bytes, bytes]:
+        """The lines of both files, in the order of the input."""
+        output, errors = list[bytes](), list[bytes]()
+        for start in range(0, len(lines), RESULTS_AT_ONCE):
+            some = lines[start : start + RESULTS_AT_ONCE]
+            results = await self.library.results(self.batch, [line.number for line in some])
+            for line, found in zip(some, results, strict=True):
+                result = found
+                if result is None and has_expired:
+                    result = expired_line(line, key_of(self.batch.id, line.number))
+                if result is not None:
+                    raw = orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
+                    (errors if is_failed(result) else output).append(raw)
+        return b"".join(output), b"".join(errors)
+
+    async def _write(self, kind: str, raw: bytes) -> str | None:
+        """The id of the file; None for one without a line."""
+        if not raw:
+            return None
+        file = await self.services.files.write_owed(
+            self.batch.tenant,
+            raw,
+            file_id=f"file-{identity_of(self.batch.id, kind)[:32]}",
+            filename=f"{self.batch.id}_{kind}.jsonl",
+            ttl_s=self.batch.output_ttl_s,
+        )
+        return file.id
+
+    async def _end(self, ended: Batch) -> None:
+        await self._change(lambda batch: dataclasses.replace(batch, fields=ended.fields))
+        await self.library.close(self.batch)
+        logger.info("batch %s: %s", self.batch.id, self.batch.status)
