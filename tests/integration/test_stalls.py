@@ -6,6 +6,7 @@ every text as long, deep nesting, and bodies as large that are right.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,12 +98,20 @@ LONGEST = {
     "/tokenize": [{"messages": [MESSAGE] * MAX_MESSAGES}, {"prompt": "word " * 1_000_000}],
     "/detokenize": [{"tokens": [5] * 1_000_000}],
     "/v1/conversations": [{"items": [{"type": "message", **MESSAGE}] * 20}],
+    "/v1/sessions/s1/generate": [{"input": [5] * 131_000, "max_tokens": 1}, {"input": "word " * 1_000_000}],
+    "/v1/sessions/s1/append": [{"input": "word " * 1_000_000}, {"input": [5] * 1_000_000}],
+    "/v1/states": [
+        {"name": "rules", "text": "word " * 1_000_000},
+        {"name": "rules", "messages": [MESSAGE] * MAX_MESSAGES},
+        {"name": "rules", "file": base64.b64encode(bytes(6_000_000)).decode()},
+    ],
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", LONGEST)
 def test_X2_long_bodies_that_are_right_stall_nobody(server: Watched, path: str) -> None:
+    server.client.post("/v1/sessions", json={"id": "s1"})
     server.stall_of("POST", path, b"{}")  # the first request of a route builds what later ones use
     server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     for body in LONGEST[path]:

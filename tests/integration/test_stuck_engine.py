@@ -15,12 +15,17 @@ from nsm_core.tokenizer import Tokenizer
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.models import local_backend
 
+REQUEST_TIMEOUT_S = 4.0
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "x"}),
     ("/v1/chat/completions", CHAT),
     ("/v1/sessions/one/generate", {"input": "x"}),
     ("/v1/responses", {"input": "x"}),
+]
+READING: list[tuple[str, dict[str, Any]]] = [  # their deadline is the setting's
+    ("/v1/sessions/one/append", {"input": "x"}),
+    ("/v1/states", {"name": "rules", "text": "x"}),
 ]
 
 
@@ -41,7 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 async def server(tiny_tokenizer: Tokenizer, gate: threading.Event) -> AsyncIterator[Gateway]:
-    async with gateway(local_backend(tiny_tokenizer), is_live=True) as opened:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True, request_timeout_s=REQUEST_TIMEOUT_S) as opened:
         await opened.client.post("/v1/sessions", json={"id": "one"})
         yield opened
         gate.set()
@@ -49,19 +54,20 @@ async def server(tiny_tokenizer: Tokenizer, gate: threading.Event) -> AsyncItera
 
 async def ask(server: Gateway, path: str, body: dict[str, Any]) -> Any:
     async with asyncio.timeout(20):
-        return await server.client.post(path, json={"ignore_eos": True, **body} if "responses" not in path else body)
+        is_sampling = path.endswith(("completions", "generate"))
+        return await server.client.post(path, json={"ignore_eos": True, **body} if is_sampling else body)
 
 
 async def test_X15_deadlines_pass_on_every_route_while_a_step_hangs(server: Gateway, gate: threading.Event) -> None:
     gate.clear()
     calls = [call for call in CALLS if "responses" not in call[0]]  # those have no timeout of their own
-    answers = await asyncio.gather(*(ask(server, path, {**body, "timeout": 0.5}) for path, body in calls))
-    assert [(answer.status_code, error_of(answer)["code"]) for answer in answers] == [(504, "deadline_exceeded")] * len(
-        calls
-    )
+    asked = [(path, {**body, "timeout": 0.5}) for path, body in calls]
+    for group in (asked, READING):  # by turns: both have one of the session
+        for answer in await asyncio.gather(*(ask(server, path, body) for path, body in group)):
+            assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded"), answer.url
     gate.set()
-    for path, body in calls:  # the session is free again, too
-        assert (await ask(server, path, {**body, "max_tokens": 2})).status_code == 200
+    for path, body in (*((path, {**body, "max_tokens": 2}) for path, body in calls), *READING):
+        assert (await ask(server, path, body)).status_code == 200  # the session is free again, too
 
 
 async def test_X15_new_requests_are_refused_at_once_while_a_step_hangs(
@@ -72,7 +78,7 @@ async def test_X15_new_requests_are_refused_at_once_while_a_step_hangs(
     async with asyncio.timeout(30):
         while (await server.client.get("/health/ready")).status_code != 503:  # noqa: ASYNC110  # time makes it true
             await asyncio.sleep(0.05)
-    for path, body in CALLS:
+    for path, body in (*CALLS, *READING):
         answer = await ask(server, path, body)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_dead"), path
         assert int(answer.headers["retry-after"]) >= 1

@@ -61,6 +61,32 @@ async def test_metadata_and_ttl_are_changed_and_what_is_absent_stays(server: Gat
     assert ok(await server.client.get("/v1/sessions/s1")) == session
 
 
+CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("GET", "/v1/sessions/s1", None),
+    ("PATCH", "/v1/sessions/s1", {"ttl_s": 5}),
+    ("DELETE", "/v1/sessions/s1", None),
+    ("POST", "/v1/sessions/s1/generate", {"input": "x"}),
+    ("POST", "/v1/sessions/s1/append", {"input": "x"}),
+    ("POST", "/v1/sessions/s1/clear", {"mark": 0}),
+    ("POST", "/v1/sessions/s1/rewind", {"to_version": 0}),
+    ("POST", "/v1/sessions/s1/fork", {}),
+    ("GET", "/v1/sessions/s1/export", None),
+    ("GET", "/v1/sessions/s1/states", None),
+    ("POST", "/v1/states", {"name": "kept", "session": {"id": "s1"}}),
+]
+
+
+async def test_X16_every_call_of_a_session_is_among_these() -> None:
+    async with gateway(FakeBackend()) as server:
+        calls = {
+            (method.upper(), path.replace("{session_id}", "s1"))
+            for path, operations in server.app.openapi()["paths"].items()
+            for method in operations
+            if "{session_id}" in path and not path.endswith("/cancel")  # which asks nothing of the session
+        }
+        assert calls <= {(method, path) for method, path, _ in CALLS}
+
+
 async def test_X16_a_session_whose_ttl_has_run_out_is_session_expired_and_not_session_not_found() -> None:
     clock = Clock()
     async with gateway(FakeBackend(), store=SqliteSessionStore(None, clock=clock)) as server:
@@ -74,15 +100,9 @@ async def test_X16_a_session_whose_ttl_has_run_out_is_session_expired_and_not_se
         for is_removed in (False, True):
             if is_removed:
                 await server.store.remove_expired()
-            for call in (
-                server.client.get("/v1/sessions/s1"),
-                server.client.delete("/v1/sessions/s1"),
-                server.client.post("/v1/sessions/s1/generate", json={"input": "x"}),
-                server.client.post("/v1/sessions/s1/fork", json={}),
-                patch(server, ttl_s=5),
-            ):
-                response = await call
-                assert (response.status_code, error_of(response)["code"]) == (404, "session_expired")
+            for method, path, body in CALLS:
+                response = await server.client.request(method, path, json=body)
+                assert (response.status_code, error_of(response)["code"]) == (404, "session_expired"), path
         assert ok(await server.client.get("/v1/sessions"))["data"] == []
         never = await server.client.get("/v1/sessions/s2")
         assert (never.status_code, error_of(never)["code"]) == (404, "session_not_found")

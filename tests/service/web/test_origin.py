@@ -142,11 +142,12 @@ async def test_X4_allowed_origin_may_read_the_exposed_headers(server: Gateway) -
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "multipart/form-data", "application/json"])
-async def test_X4_a_sessions_file_has_a_type_that_no_form_can_send(server: Gateway, content_type: str) -> None:
+async def test_X4_a_file_has_a_type_that_no_form_can_send(server: Gateway, content_type: str) -> None:
     headers = {"content-type": content_type} if content_type else {}
-    response = await server.client.post("/v1/sessions/import", content=b"x", headers=headers)
-    assert response.status_code == 415
-    assert "application/octet-stream" in error_of(response)["message"]
+    for path in ("/v1/sessions/import", "/v1/states/import?name=x"):
+        response = await server.client.post(path, content=b"x", headers=headers)
+        assert response.status_code == 415
+        assert "application/octet-stream" in error_of(response)["message"]
 
 
 async def test_a_page_of_a_named_origin_may_use_the_server() -> None:
