@@ -7,10 +7,12 @@ Each mutation changes one place of `nsm_core` or `service` in a scratch copy: it
 condition, shifts a whole number by one, or drops a statement. The same seed and source give the same mutations; a
 larger count adds to those of a smaller one.
 
-The fast tier runs first, until its first failure; tests that mirror the mutated file lead. For a mutation that it
-does not find, the `test` tier runs the tests that concern the file and that the fast tier has not run. These are the
-files in the folder that mirrors the file's package, and the files, in any folder, that import from this package,
-themselves or through a module of `tests/support`.
+One run of the fast tier on the unchanged source, with a probe at each mutation, shows which tests reach which. Then
+each mutation gets a run of the files of these tests, until the first failure; those that mirror the mutated file lead.
+No other test can find it. What runs as a module is imported is reached by all. For a mutation that the fast tier does
+not find, the `test` tier runs the tests that concern the file and that the fast tier has not run. These are the files
+in the folder that mirrors the file's package, and the files, in any folder, that import from this package, themselves
+or through a module of `tests/support`.
 
 A mutation is killed if a test fails, and if this test passes on the unchanged source. A test that fails there too is
 left out, and the run is repeated. A run beyond its limit also kills. The runs use `--cores` cores and one thread a
@@ -51,6 +53,21 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 LOGGERS = {"logger", "logging", "warnings"}
+PROBE = "mutations_probe"  # a module at the root of the copy, for its processes
+PROBE_SOURCE = """
+import os
+
+_seen = set()
+
+
+def reached(number):
+    key = f"{number} {os.environ.get('PYTEST_CURRENT_TEST', '')}"
+    if key not in _seen:
+        _seen.add(key)
+        with open(__file__ + ".log", "a") as log:
+            log.write(key + "\\n")
+"""
+DROP = "drop a statement"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -67,7 +84,16 @@ class Mutation:
     new: str
 
     def apply(self, source: bytes) -> bytes:
-        return source[: self.start] + self.new.encode() + source[self.stop :]
+        return self._with(source, self.new)
+
+    def probe(self, source: bytes, number: int) -> bytes:
+        """The same program, which also notes that it came to this place."""
+        call = f'__import__("{PROBE}").reached({number})'
+        is_statement = self.kind == DROP
+        return self._with(source, f"{call}; {self.old}" if is_statement else f"({call}, ({self.old}))[1]")
+
+    def _with(self, source: bytes, new: str) -> bytes:
+        return source[: self.start] + new.encode() + source[self.stop :]
 
 
 class Finder(ast.NodeVisitor):
@@ -121,15 +147,15 @@ class Finder(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call) and not _is_logging(call):
-            self._add(node, "drop a statement", "pass")
+            self._add(node, DROP, "pass")
             self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._add(node, "drop a statement", "pass")
+        self._add(node, DROP, "pass")
         self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        self._add(node, "drop a statement", "pass")
+        self._add(node, DROP, "pass")
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -178,6 +204,28 @@ def draw(seed: int, count: int, root: Path = ROOT) -> list[Mutation]:
                 found += find_mutations(path, file.read_bytes())
     random.Random(seed).shuffle(found)
     return found[:count]
+
+
+def probed(source: bytes, mutations: dict[int, Mutation]) -> tuple[bytes, set[int]]:
+    """A file with a probe at each of its mutations that can have one, and the numbers of these. Two that overlap, and
+    what Python takes no call for, as in patterns, cannot.
+    """
+    done: set[int] = set()
+    start = len(source)
+    for number, mutation in sorted(mutations.items(), key=lambda item: item[1].start, reverse=True):
+        changed = mutation.probe(source, number)
+        if mutation.stop <= start and _is_python(changed):
+            source, start = changed, mutation.start
+            done.add(number)
+    return source, done
+
+
+def _is_python(source: bytes) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -284,14 +332,45 @@ class Runner:
             if len(self.left_out) > MOST_LEFT_OUT:
                 raise SystemExit("mutations: too many tests fail on the unchanged source")
 
+    def reaching(self, mutations: dict[int, Mutation], arguments: Sequence[str]) -> dict[int, list[str]]:
+        """The files of the tests that come to each mutation; without those that all tests may come to."""
+        sources, numbers = {}, set()
+        (self.copy / f"{PROBE}.py").write_text(PROBE_SOURCE)
+        try:
+            for path in {mutation.path for mutation in mutations.values()}:
+                sources[path] = (self.copy / path).read_bytes()
+                own = {number: mutation for number, mutation in mutations.items() if mutation.path == path}
+                changed, done = probed(sources[path], own)
+                numbers |= done
+                (self.copy / path).write_bytes(changed)
+            outcome = self._run(arguments, is_to_the_end=True)
+        finally:
+            for path, source in sources.items():
+                (self.copy / path).write_bytes(source)
+        print(f"probes at {len(numbers)} of {len(mutations)} mutations: {outcome.seconds:.0f} s", flush=True)
+        files: dict[int, set[str]] = {number: set() for number in numbers}
+        log = self.copy / f"{PROBE}.py.log"
+        for line in log.read_text("utf-8").splitlines() if log.exists() else ():
+            number, _, test = line.partition(" ")
+            files[int(number)].add(test.partition("::")[0])
+        return {number: sorted(found) for number, found in files.items() if "" not in found}
+
     def _passes(self, test: str) -> bool:
         """Whether a test passes on the unchanged source; of a whole file, whether it can be imported."""
         return self._run([test, "-n0"] if "::" in test else [test, "-n0", "--collect-only"]).reason is None
 
-    def _run(self, arguments: Sequence[str], mutated: str = "", *, is_after_fast: bool = False) -> Outcome:
-        """`mutated`: the file whose tests run first."""
+    def _run(
+        self,
+        arguments: Sequence[str],
+        mutated: str = "",
+        *,
+        is_after_fast: bool = False,
+        is_to_the_end: bool = False,
+    ) -> Outcome:
+        """`mutated`: the file whose tests run first. `is_to_the_end`: a failure ends nothing."""
         started = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "mutations"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "mutations"]
+        command += [] if is_to_the_end else ["-x"]
         left_out = [word for test in self.left_out for word in ("--deselect", test)]
         environ = {
             **os.environ, MUTATED: mutated, "PYTHONPATH": f"{self.copy}:{self.copy / 'scripts'}",
@@ -367,8 +446,9 @@ def main() -> int:
     arguments, found = fast_command(), {"fast": 0, "test": 0, "none": 0}
     with scratch_copy() as copy:
         runner = Runner(copy, limit_s=args.limit_s, cores=args.cores, memory_gib=args.memory_gib)
+        reaching = runner.reaching(dict(mutations), arguments)
         for number, mutation in mutations:
-            tier, outcome = _first_tier(runner, mutation, arguments)
+            tier, outcome = _first_tier(runner, mutation, arguments, reaching.get(number))
             found[tier] += 1
             text = f"{_line(number, mutation)}\n    {tier}: {outcome.reason or 'SURVIVED'}"
             print(f"{text}, {outcome.seconds:.0f} s", flush=True)
@@ -379,11 +459,15 @@ def main() -> int:
     return 0
 
 
-def _first_tier(runner: Runner, mutation: Mutation, fast: Sequence[str]) -> tuple[str, Outcome]:
-    """The first tier that finds a mutation."""
-    outcome = runner.kills(mutation, fast)
-    if outcome.reason is not None:
-        return "fast", outcome
+def _first_tier(
+    runner: Runner, mutation: Mutation, fast: Sequence[str], reaching: Sequence[str] | None
+) -> tuple[str, Outcome]:
+    """The first tier that finds a mutation. `reaching`: the files of fast tests that come to it; None: any may."""
+    if reaching is None or reaching:
+        outcome = runner.kills(mutation, [*fast, *(reaching or ())])
+        if outcome.reason is not None:
+            return "fast", outcome
+    outcome = Outcome(None, 0.0)
     files = concerned(mutation.path, runner.copy)
     if files:
         outcome = runner.kills(mutation, [*files, "-n0"], is_after_fast=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -61,9 +63,13 @@ def test_a_mutation_changes_its_place_alone_and_the_file_stays_a_program() -> No
         assert mutated == before + mutation.new + after
 
 
-def test_a_seed_gives_the_same_mutations_and_a_larger_count_adds_to_them() -> None:
-    assert mutations.draw(17, 20) == mutations.draw(17, 50)[:20] != mutations.draw(18, 20)
-    assert not any("cuda" in Path(mutation.path).parts for mutation in mutations.draw(17, 500))
+def test_a_seed_gives_the_same_mutations_and_a_larger_count_adds_to_them(tmp_path: Path) -> None:
+    for path in ("nsm_core/box.py", "nsm_core/execution/cuda/box.py", "service/web/box.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(SOURCE)
+    drawn = mutations.draw(17, 20, tmp_path)
+    assert drawn == mutations.draw(17, 50, tmp_path)[:20] != mutations.draw(18, 20, tmp_path)
+    assert {mutation.path for mutation in drawn} == {"nsm_core/box.py", "service/web/box.py"}
 
 
 @pytest.mark.parametrize(
@@ -72,3 +78,34 @@ def test_a_seed_gives_the_same_mutations_and_a_larger_count_adds_to_them() -> No
 )
 def test_tests_that_mirror_a_file_are_nearest(test: tuple[str, ...], shared: int) -> None:
     assert mutations.num_shared(test, ("nsm_core", "engine", "apply.py")) == shared
+
+
+PROGRAM = """
+def sign(x, *, zero=0):
+    if x < 0:
+        raise ValueError("below")
+    match x:
+        case 7:
+            x += 1
+    return x
+"""
+
+
+def test_probes_tell_which_places_a_program_comes_to_and_change_nothing_else() -> None:
+    found = dict(enumerate(mutations.find_mutations("sign.py", PROGRAM.encode())))
+    with_probes, numbers = mutations.probed(PROGRAM.encode(), found)
+    assert "7" not in {found[number].old for number in numbers}  # a pattern takes no call
+    reached: set[int] = set()
+    space: dict[str, Any] = {"__import__": lambda _: SimpleNamespace(reached=reached.add)}
+    exec(compile(with_probes, "sign.py", "exec"), space)
+
+    def met() -> set[str]:
+        return {found[number].old for number in reached}
+
+    assert space["sign"](3) == 3
+    assert met() == {"0"}
+    assert space["sign"](7) == 8
+    assert met() == {"0", "1"}
+    with pytest.raises(ValueError, match="below"):
+        space["sign"](-1)
+    assert met() == {"0", "1", 'raise ValueError("below")'}

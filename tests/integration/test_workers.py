@@ -23,16 +23,9 @@ WAIT_S = 60.0
 BODY = {"prompt": "Once", "seed": 1, "ignore_eos": True}
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Server]:
-    """For tests that kill or stop it."""
-    async with running(settings_of(tiny_model_dir), tmp_path / "data") as started:
-        yield started
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def unharmed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    """For tests that leave its processes as they are."""
+async def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """For tests after which all its processes run; counts of those that were killed are gone."""
     async with running(settings_of(tiny_model_dir), tmp_path_factory.mktemp("workers")) as started:
         yield started
 
@@ -42,8 +35,9 @@ def settings_of(model_dir: Path) -> dict[str, object]:
 
 
 def children(server: Server) -> list[psutil.Process]:
-    """The engine's process, then the workers, by their age."""
-    return sorted(psutil.Process(server.process.pid).children(), key=lambda child: (child.create_time(), child.pid))
+    """The engine's process, then the workers by their numbers."""
+    found = psutil.Process(server.process.pid).children()
+    return sorted(found, key=lambda child: (child.cmdline()[-1] != "engine", child.cmdline()[-1]))
 
 
 def holder_of(server: Server, port: int) -> psutil.Process:
@@ -55,7 +49,7 @@ def holder_of(server: Server, port: int) -> psutil.Process:
 
 
 async def has_all(server: Server) -> bool:
-    return len(children(server)) == 3
+    return len(psutil.Process(server.process.pid).children()) == 3
 
 
 async def is_ready(server: Server) -> None:
@@ -106,6 +100,56 @@ async def streams_on_both(server: Server, *, max_tokens: int) -> dict[int, list[
     return found
 
 
+async def test_command_lines_tell_the_processes_apart(server: Server) -> None:
+    assert [child.cmdline()[-2:] for child in children(server)] == [
+        ["service.worker_process", "engine"],
+        ["worker", "1"],
+        ["worker", "2"],
+    ]
+
+
+async def test_any_worker_continues_a_session_and_reads_a_stream_that_another_began(server: Server) -> None:
+    await server.create("one")
+    body = {"input": "Once", "max_tokens": 30, "seed": 1, "ignore_eos": True, "stream": True}
+    text, stream_id = "", ""
+    async with server.client.stream("POST", "/v1/sessions/one/generate", json=body) as answer:
+        async for piece in answer.aiter_text():
+            text += piece
+    frames = frames_of(text)
+    stream_id = frames[0]["id"]
+    for _ in range(8):  # connections of their own, which either worker may accept
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
+            again = await client.get(f"/v1/streams/{stream_id}")
+            assert [frame["choices"] for frame in frames_of(again.text)] == [frame["choices"] for frame in frames]
+            turn: dict[str, Any] = {"input": " more", "max_tokens": 2, "ignore_eos": True}
+            assert (await client.post("/v1/sessions/one/generate", json=turn)).status_code == 200
+    assert (await server.head("one"))[0] == 9
+
+
+async def test_one_scrape_tells_of_all_processes(server: Server) -> None:
+    ended, gaps = 'nsm_request_success_total{finished_reason="length"}', "nsm_inter_token_latency_seconds_count"
+    tokens = "nsm_generation_tokens_total "
+
+    async def number(name: str) -> float:
+        lines = (await server.client.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def are_all_reported() -> bool:  # by the engine, twice a second
+        return await number(tokens) == await number(gaps) + await number(ended)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
+            assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 3})).status_code == 200
+
+    before = {name: await number(name) for name in (ended, gaps)}
+    for _ in range(6):
+        await ask()
+    assert await number(ended) - before[ended] == 6
+    assert await number(gaps) - before[gaps] == 12
+    assert await number("nsm_max_slots ") == 16
+    await eventually(are_all_reported, seconds=WAIT_S)
+
+
 async def test_a_worker_that_is_killed_takes_its_own_streams_and_is_replaced(server: Server) -> None:
     found = await streams_on_both(server, max_tokens=1500)
     lost, other = sorted(found, key=lambda pid: len(found[pid]))
@@ -127,59 +171,18 @@ async def test_an_engine_that_is_killed_ends_its_requests_and_is_replaced(server
     await is_ready(server)
     answer = await server.client.post("/v1/completions", json={**BODY, "max_tokens": 4})
     assert answer.json()["usage"]["completion_tokens"] == 4
+    await eventually(lambda: has_all(server), seconds=WAIT_S)
 
 
-async def test_any_worker_continues_a_session_and_reads_a_stream_that_another_began(unharmed: Server) -> None:
-    server = unharmed
-    await server.create("one")
-    body = {"input": "Once", "max_tokens": 30, "seed": 1, "ignore_eos": True, "stream": True}
-    text, stream_id = "", ""
-    async with server.client.stream("POST", "/v1/sessions/one/generate", json=body) as answer:
-        async for piece in answer.aiter_text():
-            text += piece
-    frames = frames_of(text)
-    stream_id = frames[0]["id"]
-    for _ in range(8):  # connections of their own, which either worker may accept
-        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
-            again = await client.get(f"/v1/streams/{stream_id}")
-            assert [frame["choices"] for frame in frames_of(again.text)] == [frame["choices"] for frame in frames]
-            turn: dict[str, Any] = {"input": " more", "max_tokens": 2, "ignore_eos": True}
-            assert (await client.post("/v1/sessions/one/generate", json=turn)).status_code == 200
-    assert (await server.head("one"))[0] == 9
-
-
-async def test_one_scrape_tells_of_all_processes(unharmed: Server) -> None:
-    ended, gaps = 'nsm_request_success_total{finished_reason="length"}', "nsm_inter_token_latency_seconds_count"
-    tokens = "nsm_generation_tokens_total "
-
-    async def number(name: str) -> float:
-        lines = (await unharmed.client.get("/metrics")).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    async def are_all_reported() -> bool:  # by the engine, twice a second
-        return await number(tokens) == await number(gaps) + await number(ended)
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(base_url=unharmed.client.base_url, timeout=WAIT_S) as client:
-            assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 3})).status_code == 200
-
-    before = {name: await number(name) for name in (ended, gaps)}
-    for _ in range(6):
-        await ask()
-    assert await number(ended) - before[ended] == 6
-    assert await number(gaps) - before[gaps] == 12
-    assert await number("nsm_max_slots ") == 16
-    await eventually(are_all_reported, seconds=WAIT_S)
-
-
-async def test_a_stop_lets_streams_finish_and_leaves_no_process(server: Server) -> None:
-    processes = children(server)
-    stream = Stream(server, max_tokens=60)
-    await stream.has_begun.wait()
-    server.process.terminate()
-    assert await stream.task
-    assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
-    assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]
+async def test_a_stop_lets_streams_finish_and_leaves_no_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async with running(settings_of(tiny_model_dir), tmp_path / "data") as server:
+        processes = children(server)
+        stream = Stream(server, max_tokens=60)
+        await stream.has_begun.wait()
+        server.process.terminate()
+        assert await stream.task
+        assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
+        assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]
 
 
 async def test_second_ctrl_c_ends_every_process_at_once(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -201,11 +204,3 @@ async def is_draining(server: Server) -> bool:
         return (await server.client.get("/health/ready")).status_code == 503
     except httpx.TransportError:
         return True
-
-
-async def test_command_lines_tell_the_processes_apart(unharmed: Server) -> None:
-    assert [child.cmdline()[-2:] for child in children(unharmed)] == [
-        ["service.worker_process", "engine"],
-        ["worker", "1"],
-        ["worker", "2"],
-    ]

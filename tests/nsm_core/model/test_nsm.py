@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 # Others have their layers, and more
-IN_OTHERS = {"W", "A", "memory", "keyed beside slots", "allocating"}
+IN_OTHERS = {"N", "W", "A", "communicating", "memory", "keyed beside slots", "allocating"}
 PARAMS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in IN_OTHERS)) for kind in KINDS]
 
 
