@@ -155,11 +155,10 @@ def grammars(tokenizer: Any) -> Any:
 def pace() -> dict[str, Any]:
     """The gateway's own default, where the checkout has it."""
     try:
-        from nsm_core.engine.stream_pace import StreamPace
-        from service.settings import Settings
+        from nsm_core.engine.stream_pace import MAX_INTERVAL_S, StreamPace
     except ImportError:
         return {}
-    return {"pace": StreamPace(Settings(data_dir=Path("unused")).stream_interval_ms / 1e3)}
+    return {"pace": StreamPace(MAX_INTERVAL_S)}
 
 
 def freeze() -> None:

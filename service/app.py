@@ -160,10 +160,8 @@ def create_app(
             store,
             metrics=collected,
             lifecycle=lifecycle,
-            detached_s=settings.detached_s,
             lease_s=settings.lease_s,
             tenants=tenants,
-            record_ttl_s=settings.turn_ttl_s,
             max_retained=settings.retained_snapshots,
             state_format=StateFormat(settings.state_dtype),
             keeper=StateKeeper(
@@ -224,7 +222,6 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         Middleware(
             RequestContext,
             metrics=services.metrics,
-            stream_ping_s=settings.stream_ping_s,
             routes=[one for module in ROUTES for one in module.router.routes],
         ),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),

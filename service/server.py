@@ -137,6 +137,7 @@ def make_backend(settings: Settings) -> InferenceBackend:
 def make_local_backend(settings: Settings) -> LocalBackend:
     """The model in this process. Raises CheckpointError or ConfigError."""
     from nsm_core.engine.step_stats import meter_of
+    from nsm_core.engine.stream_pace import MAX_INTERVAL_S
     from nsm_core.execution.devices import engine_config
     from service.backends.local import LocalBackend
 
@@ -149,7 +150,7 @@ def make_local_backend(settings: Settings) -> LocalBackend:
                 config,
                 executor=settings.executor,
                 meter=meter,
-                max_interval_s=settings.stream_interval_ms / 1e3,
+                max_interval_s=MAX_INTERVAL_S,
             )
 
     try:

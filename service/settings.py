@@ -27,6 +27,13 @@ OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDP
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
+# What were settings once, whose defaults nobody had a reason to change
+FIXED = {
+    "detached_s": "a turn has 300 seconds to finish after its client left",
+    "stream_interval_ms": "a busy server gathers tokens for at most 20 ms",
+    "stream_ping_s": "a silent stream sends a comment every 15 seconds",
+    "turn_ttl_s": "the result of a turn is stored for a day",
+}
 
 
 def items_of(value: str | None) -> tuple[str, ...]:
@@ -176,31 +183,12 @@ class Settings(BaseSettings):
     request_timeout_s: PositiveFloat = Field(
         default=600.0, le=86_400.0, description="Deadline of a request that sets no timeout."
     )
-    stream_ping_s: Annotated[float, Shown(page="[streams](api.md#streams)")] = Field(
-        default=15.0,
-        ge=0,
-        le=3_600.0,
-        description="Silence after which a stream sends a comment, so that proxies keep it open; 0: never.",
-    )
-    stream_interval_ms: Annotated[float, Shown(page="[streams](api.md#streams)", is_engine=True)] = Field(
-        default=20.0,
-        ge=0,
-        le=1_000.0,
-        description="Longest time in milliseconds for which a busy server gathers the tokens of a stream into one "
-        "event. While it keeps up, each token is sent at once; 0: always.",
-    )
     grace_s: Annotated[float, Shown(page="[when a server stops](sessions.md#when-a-server-stops)")] = Field(
         default=20.0, ge=0, le=3_600.0, description="Time for running requests to finish when the server stops."
     )
 
-    detached_s: Annotated[
-        float, Shown(section="Sessions and prefixes", page="[commits](sessions.md#what-is-kept-and-when)")
-    ] = Field(default=300.0, ge=0, le=86_400.0, description="Time for a turn to finish after its client left.")
-    lease_s: Annotated[float, Shown(page="[leases](sessions.md#leases)")] = Field(
+    lease_s: Annotated[float, Shown(section="Sessions and prefixes", page="[leases](sessions.md#leases)")] = Field(
         default=10.0, ge=1.0, le=3_600.0, description="Time for which a session stays busy after its server is lost."
-    )
-    turn_ttl_s: Annotated[float, Shown(page="[retries](sessions.md#retries)")] = Field(
-        default=86_400.0, ge=1.0, le=31_536_000.0, description="Time for which the result of a turn is stored."
     )
     retained_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
         default=2, ge=0, le=8, description="Older states of each session, for rewinds and forks."
@@ -320,8 +308,6 @@ class Settings(BaseSettings):
     def _instead_with_triton(name: str) -> str:
         if name == "workers":
             return "the engine runs in Triton servers; for more processes start several gateways on one store"
-        if name == "stream_interval_ms":
-            return "the engine runs in Triton servers, whose tokens are sent on as they come"
         return "it is a parameter of the server's config.pbtxt"
 
     @model_validator(mode="after")
@@ -405,6 +391,8 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         rest = name.upper().removeprefix(ENV_PREFIX)
         if name.upper().startswith(ENV_PREFIX) and rest not in known:
+            if rest.lower() in FIXED:
+                raise ConfigError(f"{name} is no setting any more: {FIXED[rest.lower()]}")
             # without the prefix, which makes any two short names look alike
             close = difflib.get_close_matches(rest, known, n=1)
             names = ", ".join(ENV_PREFIX + other for other in known)

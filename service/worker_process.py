@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import NsmError
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
 from service.backends.base import InferenceBackend
@@ -45,7 +46,7 @@ def _run_worker(settings: Settings, given: dict[str, Any]) -> None:
     def make(settings: Settings) -> InferenceBackend:
         return ProcessBackend(
             Path(given["engine_path"]),
-            max_interval_s=settings.stream_interval_ms / 1e3,
+            max_interval_s=MAX_INTERVAL_S,
             reports_engine=given["number"] == 0,
         )
 

@@ -33,6 +33,9 @@ from service.turns.follower import POLL_S, TurnFollower, stream_not_found
 from service.turns.lease import NO_CHUNKS, HeldLease, Leases
 from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource, stopping
 
+DETACHED_S = 300.0
+RECORD_TTL_S = 86_400.0  # of the result of a turn
+
 
 class TurnRegistry:
     """Opens, tracks and ends the turns of this process; at most one runs on a session at a time."""
@@ -44,10 +47,10 @@ class TurnRegistry:
         *,
         metrics: Metrics,
         lifecycle: Lifecycle,
-        detached_s: float,
         lease_s: float,
         tenants: Tenants,
-        record_ttl_s: float = 86_400.0,
+        detached_s: float = DETACHED_S,
+        record_ttl_s: float = RECORD_TTL_S,
         max_records: int = 16,
         max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,

@@ -33,6 +33,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+PING_S = 15.0  # silence after which a stream sends a comment, so that proxies keep it open
 CLIENT_LEFT = 499  # nginx's number for it: only in logs and metrics
 
 
@@ -43,11 +44,10 @@ class RequestContext:
     `routes`: the application's, to name requests that are refused before they are routed.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, stream_ping_s: float, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
         self.app = app
         self.metrics = metrics
         self.routes = routes
-        self._stream_ping_s = stream_ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +57,7 @@ class RequestContext:
         arrival: float = state.setdefault(ARRIVAL, time.monotonic())
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        state.update(request_id=request_id, send_part=send, stream_ping_s=self._stream_ping_s)
+        state.update(request_id=request_id, send_part=send, stream_ping_s=PING_S)
         status = CLIENT_LEFT
 
         async def send_with_headers(message: Message) -> None:

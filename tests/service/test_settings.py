@@ -107,7 +107,6 @@ def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyP
         *(({"triton_url": "host:8001", name: value}, f"NSM_{name.upper()} .* has no effect") for name, value in ENGINE),
         ({"triton_url": "host:8001", "max_slots": 4}, "is a parameter of the server's config.pbtxt"),
         ({"triton_url": "host:8001", "workers": 2}, "NSM_WORKERS .* no effect .* start several gateways on one store"),
-        ({"triton_url": "host:8001", "stream_interval_ms": 5}, "no effect .* tokens are sent on as they come"),
         ({"triton_tls_dir": "tls"}, "NSM_TRITON_TLS_DIR .* has no effect without NSM_TRITON_URL"),
     ],
     ids=str,
@@ -142,8 +141,9 @@ def test_setting_without_effect_for_the_backend_is_refused(given: dict[str, obje
         ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
         ("NSM_LOG_FORMAT", "xml", ["NSM_LOG_FORMAT", "'json'", "'xml'"]),
-        ("NSM_STREAM_PING_S", "-1", ["NSM_STREAM_PING_S (--stream-ping-s)", "0", "'-1'"]),
+        ("NSM_GRACE_S", "-1", ["NSM_GRACE_S (--grace-s)", "0", "'-1'"]),
         ("NSM_PREFIX_CACHE_MB", "-1", ["NSM_PREFIX_CACHE_MB", "0", "'-1'"]),
+        ("NSM_DETACHED_S", "30", ["NSM_DETACHED_S is no setting any more: a turn has 300 seconds"]),
         ("NSM_OTLP_ENDPOINT", "http://collector:4318", ["unknown setting NSM_OTLP_ENDPOINT"]),
     ],
 )

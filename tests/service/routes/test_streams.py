@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from service.stores.sessions.sqlite import SqliteSessionStore
+from service.turns.turns import RECORD_TTL_S
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway, without_comments
 from tests.support.raw_http import connect
@@ -172,7 +173,7 @@ async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end() -> 
             ids.append(id_of(response.text))
         await server.client.delete("/v1/sessions/s1")
         assert [(await read(server, stream_id)).status_code for stream_id in ids] == [404, 200]
-        clock.advance(server.services.settings.turn_ttl_s + 1)
+        clock.advance(RECORD_TTL_S + 1)
         assert (await read(server, ids[1])).status_code == 404
 
 

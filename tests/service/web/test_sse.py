@@ -6,13 +6,14 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from nsm_core.engine.request import GenerationRequest
-from service.web import sse
+from service.web import middleware, sse
 from service.web.sse import DONE, EventStream, TextFrame, frame, until_done
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
@@ -103,9 +104,9 @@ async def test_X16_stream_without_an_interval_sends_no_comments() -> None:
         assert wire.body() == b"onetwo"
 
 
-async def test_X16_silent_stream_gets_comments_at_the_interval_of_the_settings() -> None:
-    backend = FakeBackend(hold=True)
-    async with gateway(backend, is_live=True, stream_ping_s=0.01) as server:
+async def test_X16_silent_stream_gets_comments_at_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "PING_S", 0.01)
+    async with gateway(FakeBackend(hold=True), is_live=True) as server:
         body = {"prompt": "x", "max_tokens": 4, "stream": True}
         async with server.client.stream("POST", "/v1/completions", json=body) as answer:
             assert await anext(answer.aiter_text()) == ": ping\n"
