@@ -9,10 +9,10 @@ larger count adds to those of a smaller one.
 
 One run of the fast tier on the unchanged source, with a probe at each mutation, shows which tests reach which. Then
 each mutation gets a run of the files of these tests, until the first failure; those that mirror the mutated file lead.
-No other test can find it. What runs as a module is imported is reached by all. For a mutation that the fast tier does
-not find, the `test` tier runs the tests that concern the file and that the fast tier has not run. These are the files
-in the folder that mirrors the file's package, and the files, in any folder, that import from this package, themselves
-or through a module of `tests/support`.
+No other test can find it. For a mutation that the fast tier does not find, the `test` tier runs the tests that concern
+the file and that the fast tier has not run. These are the files in the folder that mirrors the file's package, and the
+files, in any folder, that import from this package, themselves or through a module of `tests/support`. They also are
+the tests of the fast tier for what runs as a module is imported, which every test reaches.
 
 A mutation is killed if a test fails, and if this test passes on the unchanged source. A test that fails there too is
 left out, and the run is repeated. A run beyond its limit also kills. The runs use `--cores` cores and one thread a
@@ -332,8 +332,8 @@ class Runner:
             if len(self.left_out) > MOST_LEFT_OUT:
                 raise SystemExit("mutations: too many tests fail on the unchanged source")
 
-    def reaching(self, mutations: dict[int, Mutation], arguments: Sequence[str]) -> dict[int, list[str]]:
-        """The files of the tests that come to each mutation; without those that all tests may come to."""
+    def notes_of_probes(self, mutations: dict[int, Mutation], arguments: Sequence[str]) -> str:
+        """A line for each mutation without a probe, and for each and a test that came to it: number, test's id."""
         sources, numbers = {}, set()
         (self.copy / f"{PROBE}.py").write_text(PROBE_SOURCE)
         try:
@@ -348,12 +348,9 @@ class Runner:
             for path, source in sources.items():
                 (self.copy / path).write_bytes(source)
         print(f"probes at {len(numbers)} of {len(mutations)} mutations: {outcome.seconds:.0f} s", flush=True)
-        files: dict[int, set[str]] = {number: set() for number in numbers}
         log = self.copy / f"{PROBE}.py.log"
-        for line in log.read_text("utf-8").splitlines() if log.exists() else ():
-            number, _, test = line.partition(" ")
-            files[int(number)].add(test.partition("::")[0])
-        return {number: sorted(found) for number, found in files.items() if "" not in found}
+        notes = log.read_text("utf-8") if log.exists() else ""
+        return notes + "".join(f"{number} \n" for number in sorted(set(mutations) - numbers))
 
     def _passes(self, test: str) -> bool:
         """Whether a test passes on the unchanged source; of a whole file, whether it can be imported."""
@@ -435,6 +432,7 @@ def main() -> int:
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--memory-gib", type=float, default=12.0, help="most data of one process")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="of one run; a longer one counts as killed")
+    parser.add_argument("--probes", type=Path, help="read which tests reach which mutation from this file, or make it")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--output", type=Path, help="add the table to this file as it grows")
     args = parser.parse_args()
@@ -446,9 +444,15 @@ def main() -> int:
     arguments, found = fast_command(), {"fast": 0, "test": 0, "none": 0}
     with scratch_copy() as copy:
         runner = Runner(copy, limit_s=args.limit_s, cores=args.cores, memory_gib=args.memory_gib)
-        reaching = runner.reaching(dict(mutations), arguments)
+        if args.probes is None or not args.probes.exists():
+            notes = runner.notes_of_probes(dict(mutations), arguments)
+            if args.probes is not None:
+                args.probes.write_text(notes, "utf-8")
+        else:
+            notes = args.probes.read_text("utf-8")
         for number, mutation in mutations:
-            tier, outcome = _first_tier(runner, mutation, arguments, reaching.get(number))
+            files = files_reaching(number, notes)
+            tier, outcome = _first_tier(runner, mutation, arguments, files)
             found[tier] += 1
             text = f"{_line(number, mutation)}\n    {tier}: {outcome.reason or 'SURVIVED'}"
             print(f"{text}, {outcome.seconds:.0f} s", flush=True)
@@ -459,16 +463,22 @@ def main() -> int:
     return 0
 
 
+def files_reaching(number: int, notes: str) -> list[str] | None:
+    """The files of tests that came to a mutation; None where all may have, as it was reached before any test."""
+    tests = {line.partition(" ")[2] for line in notes.splitlines() if line.startswith(f"{number} ")}
+    return None if "" in tests else sorted({test.partition("::")[0] for test in tests})
+
+
 def _first_tier(
     runner: Runner, mutation: Mutation, fast: Sequence[str], reaching: Sequence[str] | None
 ) -> tuple[str, Outcome]:
-    """The first tier that finds a mutation. `reaching`: the files of fast tests that come to it; None: any may."""
-    if reaching is None or reaching:
-        outcome = runner.kills(mutation, [*fast, *(reaching or ())])
-        if outcome.reason is not None:
-            return "fast", outcome
-    outcome = Outcome(None, 0.0)
+    """The first tier that finds a mutation. `reaching`: see `files_reaching`."""
     files = concerned(mutation.path, runner.copy)
+    outcome, near = Outcome(None, 0.0), files if reaching is None else reaching
+    if near:
+        outcome = runner.kills(mutation, [*fast, *near])
+    if outcome.reason is not None:
+        return "fast", outcome
     if files:
         outcome = runner.kills(mutation, [*files, "-n0"], is_after_fast=True)
     return "none" if outcome.reason is None else "test", outcome

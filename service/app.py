@@ -50,9 +50,8 @@ from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.resume import PrefixResume
 from service.stores.records.factory import records_beside
-from service.stores.sessions.base import SessionStore
+from service.stores.sessions.base import HasPool, SessionStore
 from service.stores.sessions.quota import QuotaStore
-from service.stores.sessions.redis import RedisSessionStore
 from service.stores.states.factory import states_beside
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
@@ -120,7 +119,7 @@ def create_app(
     """
     lifecycle = Lifecycle()
     collected = Metrics(backend, num_in_flight=lambda: lifecycle.num_active)
-    if isinstance(store, RedisSessionStore):
+    if isinstance(store, HasPool):
         collected.watch_redis_pool(store.num_connections_in_use)
     if isinstance(backend, HasUpstreams):
         collected.watch_upstreams(backend.upstream_stats)

@@ -109,3 +109,10 @@ def test_probes_tell_which_places_a_program_comes_to_and_change_nothing_else() -
     with pytest.raises(ValueError, match="below"):
         space["sign"](-1)
     assert met() == {"0", "1", 'raise ValueError("below")'}
+
+
+def test_files_of_tests_that_came_to_a_place_are_found_in_the_notes() -> None:
+    notes = "3 tests/b/test_x.py::test_a (call)\n3 tests/a/test_y.py::test_b[1] (setup)\n31 tests/c.py::d (call)\n4 \n"
+    assert mutations.files_reaching(3, notes) == ["tests/a/test_y.py", "tests/b/test_x.py"]
+    assert mutations.files_reaching(4, notes) is None
+    assert mutations.files_reaching(5, notes) == []

@@ -229,9 +229,9 @@ def test_with_triton_a_named_model_is_read_for_its_fingerprint_alone(tmp_path: P
         make_backend(Settings(triton_url="127.0.0.1:1", model=tmp_path / "none"))
 
 
-def test_the_application_needs_no_torch() -> None:
-    """With a backend in another process the gateway runs without the model's libraries."""
-    code = "import sys, service.app; sys.exit('torch' in sys.modules)"
+def test_the_application_needs_no_torch_and_a_server_no_redis() -> None:
+    """Each is imported where the backend, or the store, needs it."""
+    code = "import sys, service.server; sys.exit(bool({'torch', 'redis'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 

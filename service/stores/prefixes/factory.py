@@ -5,8 +5,6 @@ from __future__ import annotations
 from service.settings import Settings
 from service.stores.prefixes.base import PrefixBounds, PrefixStore
 from service.stores.prefixes.memory import MemoryPrefixStore
-from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.redis.url import parse_redis_url
 
 MIB = 2**20
 TTL_S = 3600.0  # of an entry since its last use: longer than the pause between two messages of a chat
@@ -16,6 +14,9 @@ def make_prefix_store(settings: Settings) -> PrefixStore:
     """In Redis when the sessions are there, else in this process's memory. Raises ConfigError for a bad URL."""
     bounds = bounds_of(settings)
     if settings.is_redis:
+        from service.stores.prefixes.redis import RedisPrefixStore  # its library takes a fifth of a second to import
+        from service.stores.redis.url import parse_redis_url
+
         return RedisPrefixStore(parse_redis_url(settings.store), bounds)
     return MemoryPrefixStore(bounds)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
@@ -308,3 +308,10 @@ class SessionStore(TurnStore, Protocol):
     async def check_writable(self) -> None:
         """The readiness probe: a real write; raises StoreUnavailable or StorageFull."""
         ...
+
+
+@runtime_checkable
+class HasPool(Protocol):
+    """What a store has besides, if it is a server."""
+
+    def num_connections_in_use(self) -> int: ...

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsm_core.errors import ConfigError
 from service.settings import Settings
-from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
+
+if TYPE_CHECKING:
+    from service.stores.sessions.redis import RedisSessionStore
 
 
 def make_store(settings: Settings) -> SqliteSessionStore | RedisSessionStore:
@@ -18,6 +20,9 @@ def make_store(settings: Settings) -> SqliteSessionStore | RedisSessionStore:
     Raises ConfigError for a bad URL, or a path that cannot be used.
     """
     if settings.is_redis:
+        from service.stores.redis.url import parse_redis_url  # its library takes a fifth of a second to import
+        from service.stores.sessions.redis import RedisSessionStore
+
         return RedisSessionStore(parse_redis_url(settings.store))
     path = settings.database_path()
     if path is not None:  # else in memory

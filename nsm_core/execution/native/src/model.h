@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pieces.h"
 #include "team.h"
 
 namespace nsm {
@@ -137,12 +138,6 @@ class Model {
   bool is_complete(const Layer& layer) const;
 };
 
-// One row's tokens in a batch of `Runner::run`.
-struct Span {
-  int32_t row;
-  int first, tokens;  // among the piece's tokens
-};
-
 // Where a head's slots are, and its row's tail.
 struct HeadPlace {
   float *state, *tail;
@@ -184,8 +179,6 @@ class Runner {
   void over_groups(int rows, int steps, int tokens, const Task& task);
   void multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added);
   void norm_and_quantise(const float* gain, int tokens);
-  template <typename Task>
-  void for_tokens(int tokens, const Task& task);
 
   const Model& model_;
   const States states_;

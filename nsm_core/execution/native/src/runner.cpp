@@ -8,7 +8,6 @@
 namespace nsm {
 namespace {
 
-constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
 constexpr int64_t MIB = int64_t{1} << 20;
 
 // Bytes that are fetched early: they have to stay in a cache meanwhile. That is the last one, or a large second one, half of which
@@ -79,31 +78,10 @@ Runner::Runner(const Model& model, States states, int num_threads, int piece_tok
 }
 
 void Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
-  std::vector<Span> spans;
-  int filled = 0;
-  const auto flush = [&] {
-    run_piece(spans, ids, filled, hidden);
-    ids += filled;
-    hidden += static_cast<int64_t>(filled) * model_.shape.d_model;
-    spans.clear();
-    filled = 0;
-  };
-  for (int i = 0; i < num_rows; ++i)
-    for (int left = counts[i]; left > 0;) {
-      const int some = std::min(left, piece_tokens_ - filled);
-      spans.push_back({rows[i], filled, some});
-      filled += some;
-      left -= some;
-      if (filled == piece_tokens_) flush();
-    }
-  if (filled > 0) flush();
-}
-
-template <typename Task>
-void Runner::for_tokens(int tokens, const Task& task) {
-  const int groups = std::min(tokens, team_.size() * TASKS_PER_THREAD);
-  team_.run(groups, [&](int group, int thread) {
-    for (int token = group * tokens / groups; token < (group + 1) * tokens / groups; ++token) task(token, thread);
+  over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
+    run_piece(spans, ids, tokens, hidden);
+    ids += tokens;
+    hidden += static_cast<int64_t>(tokens) * model_.shape.d_model;
   });
 }
 
@@ -138,7 +116,7 @@ void Runner::look_ahead(int index, const std::vector<Span>& spans) {
 
 void Runner::norm_and_quantise(const float* gain, int tokens) {
   const int d = model_.shape.d_model;
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     float* normed = normed_.get() + static_cast<int64_t>(token) * d;
     model_.kernels.norm(x_.get() + static_cast<int64_t>(token) * d, gain, d, model_.shape.eps, normed);
     model_.kernels.quantise(normed, d, quantised_, token);
@@ -152,14 +130,14 @@ void Runner::run_piece(const std::vector<Span>& spans, const int32_t* ids, int t
     norm_and_quantise(layer.parts[MIXER_NORM].get(), tokens);
     mix(index, spans, tokens);
     const int width = model_.shape.mixed_width(layer.kind);
-    for_tokens(tokens, [&](int token, int) {
+    over_tokens(team_, tokens, [&](int token, int) {
       model_.kernels.quantise(mixed_.get() + static_cast<int64_t>(token) * width, width, quantised_, token);
     });
     multiply(layer.out.view, quantised_, tokens, x_.get(), model_.shape.d_model, true);
     feed_forward(layer, tokens);
   }
   const int d = model_.shape.d_model;
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     const int64_t first = static_cast<int64_t>(token) * d;
     model_.kernels.norm(x_.get() + first, model_.final_norm.get(), d, model_.shape.eps, hidden + first);
   });
@@ -171,7 +149,7 @@ void Runner::start(const std::vector<Span>& spans, const int32_t* ids, int token
   for (const Span& span : spans)
     for (int i = 0; i < span.tokens; ++i) positions_[span.first + i] = states_.positions[span.row] + i;
   const float factor = std::sqrt(static_cast<float>(d));
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     model_.kernels.embed(model_.embedding.view, ids[token], factor, x_.get() + static_cast<int64_t>(token) * d);
     // Angles in fp64: sessions may be millions of tokens long
     for (size_t i = 0; i < model_.frequencies.size(); ++i) {
@@ -256,7 +234,7 @@ void Runner::feed_forward(const Layer& layer, int tokens) {
   const int hidden = model_.shape.mlp_hidden;
   norm_and_quantise(layer.parts[MLP_NORM].get(), tokens);
   multiply(layer.up.view, quantised_, tokens, up_.get(), 2 * hidden, false);
-  for_tokens(tokens, [&](int token, int thread) {
+  over_tokens(team_, tokens, [&](int token, int thread) {
     model_.kernels.swiglu(up_.get() + static_cast<int64_t>(token) * 2 * hidden, hidden,
                           scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_, token);
   });
@@ -268,7 +246,9 @@ void Runner::logits(const float* hidden, int tokens, float* out) {
   for (int first = 0; first < tokens; first += piece_tokens_) {
     const int some = std::min(piece_tokens_, tokens - first);
     const float* part = hidden + static_cast<int64_t>(first) * d;
-    for_tokens(some, [&](int token, int) { model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_, token); });
+    over_tokens(team_, some, [&](int token, int) {
+      model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_, token);
+    });
     multiply(model_.embedding.view, quantised_, some, out + static_cast<int64_t>(first) * vocab, vocab, false);
   }
 }

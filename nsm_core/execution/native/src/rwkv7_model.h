@@ -111,8 +111,6 @@ class Rwkv7Runner {
                     int tokens, const Task& task);
   void multiply(std::initializer_list<Product> products);
   void multiply_tiles(const Product& product, int first, int last, int thread);
-  template <typename Task>
-  void for_tokens(int tokens, const Task& task);
 
   const Rwkv7Model& model_;
   const States states_;

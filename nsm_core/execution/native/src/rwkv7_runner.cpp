@@ -5,7 +5,6 @@
 namespace nsm {
 namespace {
 
-constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
 enum Input { R, W, K, V, A, G, NUM_INPUTS };  // the order of TIME_SHIFT
 enum Small { DECAY, RATE, VALUE_MIX, GATE, NUM_SMALL };
 enum Bytes { BYTES_R, BYTES_K, BYTES_V, BYTES_HIDDEN, NUM_BYTES };
@@ -44,31 +43,10 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
 }
 
 void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  std::vector<Span> spans;
-  int filled = 0;
-  const auto flush = [&] {
-    run_piece(spans, filled, embedded, hidden);
-    embedded += static_cast<int64_t>(filled) * model_.shape.width;
-    hidden += static_cast<int64_t>(filled) * model_.shape.width;
-    spans.clear();
-    filled = 0;
-  };
-  for (int i = 0; i < num_rows; ++i)
-    for (int left = counts[i]; left > 0;) {
-      const int some = std::min(left, piece_tokens_ - filled);
-      spans.push_back({rows[i], filled, some});
-      filled += some;
-      left -= some;
-      if (filled == piece_tokens_) flush();
-    }
-  if (filled > 0) flush();
-}
-
-template <typename Task>
-void Rwkv7Runner::for_tokens(int tokens, const Task& task) {
-  const int groups = std::min(tokens, team_.size() * TASKS_PER_THREAD);
-  team_.run(groups, [&](int group, int thread) {
-    for (int token = group * tokens / groups; token < (group + 1) * tokens / groups; ++token) task(token, thread);
+  over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
+    run_piece(spans, tokens, embedded, hidden);
+    embedded += static_cast<int64_t>(tokens) * model_.shape.width;
+    hidden += static_cast<int64_t>(tokens) * model_.shape.width;
   });
 }
 
@@ -113,7 +91,7 @@ void Rwkv7Runner::multiply(std::initializer_list<Product> products) {
 void Rwkv7Runner::norm_all(int layer, int part, const float* x, int tokens, float* out) {
   const int d = model_.shape.width;
   const float *gain = model_.floats(layer, part), *bias = model_.floats(layer, part + 1);
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     const int64_t first = static_cast<int64_t>(token) * d;
     model_.own.layer_norm(x + first, gain, bias, d, model_.shape.norm_eps, out + first);
   });
@@ -127,7 +105,9 @@ void Rwkv7Runner::over_shifted(const std::vector<Span>& spans, const std::vector
   for (const Span& span : spans)
     for (int i = 0; i < span.tokens; ++i)
       before_[span.first + i] = i == 0 ? kept(span) : normed_.get() + static_cast<int64_t>(span.first + i - 1) * d;
-  for_tokens(tokens, [&](int token, int thread) { task(token, thread, normed_.get() + static_cast<int64_t>(token) * d, before_[token]); });
+  over_tokens(team_, tokens, [&](int token, int thread) {
+    task(token, thread, normed_.get() + static_cast<int64_t>(token) * d, before_[token]);
+  });
   for (const Span& span : spans) {
     const float* last = normed_.get() + static_cast<int64_t>(span.first + span.tokens - 1) * d;
     std::copy(last, last + d, kept(span));
@@ -172,7 +152,7 @@ void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens
   // The first layer's matrices of the value residual have no rows: no work
   multiply({large(RECEPTANCE, R, BYTES_R, r_), large(KEY, K, BYTES_K, k_), large(VALUE, V, BYTES_V, v_), inner(DECAY_IN, W, DECAY),
             inner(RATE_IN, A, RATE), inner(VALUE_IN, V, VALUE_MIX), inner(GATE_IN, G, GATE)});
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     const int decay = padded(shape.decay_rank), gate = padded(shape.gate_rank);
     model_.own.tanh(inner_[DECAY].get() + static_cast<int64_t>(token) * decay, decay);
     model_.own.sigmoid(inner_[GATE].get() + static_cast<int64_t>(token) * gate, gate);
@@ -180,7 +160,7 @@ void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens
   multiply({outer(DECAY_OUT, DECAY), outer(RATE_OUT, RATE), outer(VALUE_OUT, VALUE_MIX), outer(GATE_OUT, GATE)});
   read_heads(layer, spans);
   if (is_rounded_)
-    for_tokens(tokens, [&](int token, int) {
+    over_tokens(team_, tokens, [&](int token, int) {
       model_.kernels.quantise(read_.get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
     });
   multiply({{&model_.matrix(layer, OUTPUT), read_.get(), d, &quantised_[BYTES_R], x_.get(), d, true, tokens}});
@@ -212,7 +192,7 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
                  if (is_rounded_) model_.kernels.quantise(mixed, d, quantised_[BYTES_K], token);
                });
   multiply({{&model_.matrix(layer, CHANNEL_KEY), mixed_[K].get(), d, &quantised_[BYTES_K], hidden_.get(), hidden, false, tokens}});
-  for_tokens(tokens, [&](int token, int thread) {
+  over_tokens(team_, tokens, [&](int token, int thread) {
     float* inner = hidden_.get() + static_cast<int64_t>(token) * hidden;
     model_.own.relu_squared(inner, hidden);
     // A square has a few large numbers and many small ones: in one row of int8 the small ones would vanish
@@ -225,7 +205,7 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
     return;
   }
   multiply({{&value, nullptr, 0, &quantised_[BYTES_HIDDEN], two_.get(), d, false, 2 * tokens}});
-  for_tokens(tokens, [&](int token, int) {
+  over_tokens(team_, tokens, [&](int token, int) {
     const float* first = two_.get() + static_cast<int64_t>(2 * token) * d;
     model_.own.add_two(first, first + d, d, x_.get() + static_cast<int64_t>(token) * d);
   });
@@ -237,7 +217,7 @@ void Rwkv7Runner::logits(const float* hidden, int tokens, float* out) {
     const int some = std::min(piece_tokens_, tokens - first);
     const float* part = hidden + static_cast<int64_t>(first) * d;
     if (is_rounded_)
-      for_tokens(some, [&](int token, int) {
+      over_tokens(team_, some, [&](int token, int) {
         model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
       });
     multiply({{&model_.matrix(0, HEAD), part, d, &quantised_[BYTES_R], out + static_cast<int64_t>(first) * vocab, vocab, false, some}});
