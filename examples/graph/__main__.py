@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from examples.graph.communities import NUM_COLOURS, Graphs, draw_graphs
 from nsm_core.config import ModelConfig
-from nsm_core.model.graph import GraphNsm
+from nsm_lab.graph import GraphNsm
 
 CONFIG = ModelConfig(d_model=32, num_layers=3, num_heads=2, num_memory_slots=8, write_top_k=4, mlp_hidden=64)
 NUM_NODES = 18

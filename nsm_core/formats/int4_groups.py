@@ -22,7 +22,6 @@ CHUNK_ROWS = 512  # that are rounded at a time
 # Grids that are tried: shares of a group's range that they span, and shares of a step that they are moved by.
 SPANS = (1.0, 0.9, 0.8)
 MOVES = (-1 / 3, 0.0, 1 / 3)
-BITS_PER_WEIGHT = 4 + 2 * 8 / GROUP  # without the scales of rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.graph import GraphMixer, GraphNsm
+from nsm_lab.graph import GraphMixer, GraphNsm
 from tests.support.counts import scaled
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, num_memory_slots=6, write_top_k=3, mlp_hidden=32)
