@@ -1,7 +1,7 @@
-"""What int8 and int4 cost in quality: `python -m benchmarks.native_quality`. A table, then one line of JSON.
+"""What int8, int4 and running states in fp16 cost in quality: `python -m benchmarks.native_quality`.
 
-The same documents read by the eager executor in fp32 and by the native ones, with the weights of the same file: bits
-per byte of each, and how often their most likely next token is the eager executor's.
+A table, then one line of JSON. The same documents are read by the eager executor in fp32 and by the native ones, with
+the weights of the same file: bits per byte of each, and how often their most likely next token is the eager executor's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
-from nsm_core.execution.native.precision import PRECISIONS
+from nsm_core.execution.native.precision import HALF_STATES, PRECISIONS, Precision
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -32,7 +32,7 @@ from nsm_lab.training.data_files import Split, read_documents
 
 PIECE_LEN = 512  # tokens of a call
 REFERENCE = "eager"
-NSM_EXECUTORS: tuple[ExecutorName, ...] = ("native", "native-int4")
+NSM_EXECUTORS: tuple[ExecutorName, ...] = ("native", "native-int4", HALF_STATES)
 SPLITS_READ: tuple[Split, ...] = ("test", "val")  # what the model was not trained on
 
 
@@ -86,8 +86,10 @@ def make_executors(model: NsmModel, names: Iterable[ExecutorName], *, num_thread
     """The reference, and the native executors of these names."""
     executors: dict[str, Executor] = {REFERENCE: EagerExecutor(model, num_rows=1)}
     for name in names:
-        weights = NativeWeights(model, precision=PRECISIONS[name])
-        executors[name] = NativeExecutor(model, num_rows=1, num_threads=num_threads, weights=weights)
+        weights = NativeWeights(model, precision=PRECISIONS.get(name, Precision.INT8))
+        executors[name] = NativeExecutor(
+            model, num_rows=1, num_threads=num_threads, weights=weights, half_states=name == HALF_STATES
+        )
     return executors
 
 
@@ -111,10 +113,10 @@ def main() -> None:
     rows = [compare(name, readings[name], readings[REFERENCE], num_bytes) for name in readings]
     num_tokens = sum(len(document) for document in documents)
     print(f"$ {command_line()}\n{loaded.name}: {len(documents)} documents, {num_tokens} tokens, {num_bytes} bytes\n")
-    print(f"{'':<14}{'bits per byte':>14}{'more':>10}{'':>10}{'same first':>12}{'largest, nats':>15}")
+    print(f"{'':<20}{'bits per byte':>14}{'more':>10}{'':>10}{'same first':>12}{'largest, nats':>15}")
     for row in rows:
         print(
-            f"{row.executor:<14}{row.bits_per_byte:>14.5f}{row.more:>+10.5f}{100 * row.share:>+9.3f}%"
+            f"{row.executor:<20}{row.bits_per_byte:>14.5f}{row.more:>+10.5f}{100 * row.share:>+9.3f}%"
             f"{100 * row.agreement:>11.2f}%{row.largest:>15.3f}"
         )
     result = {"commit": source_commit(), "model": loaded.name, "fingerprint": loaded.fingerprint, "tokens": num_tokens}

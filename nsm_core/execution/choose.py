@@ -21,7 +21,7 @@ from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.executor import numerics as native_numerics
 from nsm_core.execution.native.library import PORTABLE, variants
-from nsm_core.execution.native.precision import EXECUTORS, PRECISIONS, Precision
+from nsm_core.execution.native.precision import HALF_STATES, PRECISIONS, Precision
 from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
 from nsm_core.execution.rwkv7.choose import choose_rwkv7
@@ -63,7 +63,7 @@ def decide_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "au
 class _Decision:
     """`reason`: why it is the eager executor. `missed`: how that one compares with the one that lacks something."""
 
-    name: Literal["cuda", "native", "native-int4", "eager"]
+    name: Literal["cuda", "native", "native-int4", "native-fp16-states", "eager"]
     numerics: str
     reason: str | None = None
     missed: str | None = None
@@ -72,7 +72,8 @@ class _Decision:
 def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -> _Decision:
     if name == "native-fp32":
         raise ConfigError(
-            f"{loaded.name} has no fp32 kernels: its executors are native (int8), native-int4, eager and cuda"
+            f"{loaded.name} has no fp32 kernels: its executors are native (int8), native-int4, "
+            "native-fp16-states, eager and cuda"
         )
     if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
         reason = cuda_unsupported_reason(model)
@@ -81,12 +82,14 @@ def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -
         if name != "auto":
             raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
         return _Decision("eager", loaded.numerics, reason, "many times slower than the one for GPUs")
-    is_named = name in ("native", "native-int4")
+    is_named = name in ("native", "native-int4", HALF_STATES)
     reason = None if is_named else _eager_reason(loaded, name)
     if reason is not None:
         return _Decision("eager", loaded.numerics, reason)
     reason = native_unsupported_reason(model)
     if reason is None:
+        if name == HALF_STATES:
+            return _Decision("native-fp16-states", native_numerics(Precision.INT8, half_states=True))
         own: Literal["native", "native-int4"] = "native-int4" if name == "native-int4" else "native"
         return _Decision(own, native_numerics(PRECISIONS[own]))
     if is_named:
@@ -98,8 +101,8 @@ def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExec
     decision = _decide_nsm(loaded, loaded.model, name)
     if decision.name == "cuda":
         return _cuda(loaded, _cuda_weights(name))
-    if decision.name in ("native", "native-int4"):
-        return _native(loaded, PRECISIONS[decision.name])
+    if decision.name not in ("eager", "cuda"):
+        return _native(loaded, decision)
     if decision.missed is None:
         logger.info("%s runs on the eager executor: %s", loaded.name, decision.reason)
     else:
@@ -124,17 +127,17 @@ def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | No
     return None
 
 
-def _native(loaded: LoadedModel[NsmModel], precision: Precision) -> ChosenExecutor:
-    num_threads = torch.get_num_threads()
+def _native(loaded: LoadedModel[NsmModel], decision: _Decision) -> ChosenExecutor:
+    num_threads, half_states = torch.get_num_threads(), decision.name == HALF_STATES
+    precision = PRECISIONS.get(decision.name, Precision.INT8)
     is_rounded = loaded.weight_format != precision.value
     rounding = f", {loaded.weight_format} weights rounded to {precision}" if is_rounded else ""
     logger.info(
         "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
     )
     weights = NativeWeights(loaded.model, precision=precision)
-    factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights)
-    model = unpacked_model(loaded.model, weights)
-    return ChosenExecutor(EXECUTORS[precision], factory, model, native_numerics(precision))
+    factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights, half_states=half_states)
+    return ChosenExecutor(decision.name, factory, unpacked_model(loaded.model, weights), decision.numerics)
 
 
 def _cuda(loaded: LoadedModel[NsmModel], weights: CudaWeights) -> ChosenExecutor:

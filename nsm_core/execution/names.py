@@ -7,7 +7,9 @@ from typing import Literal, get_args
 
 # auto: native on a CPU where the model's file is int8, cuda on a GPU, eager elsewhere; of RWKV-7 native-fp32 where the
 # file is not int8. cuda: with bf16 matrices
-ExecutorName = Literal["auto", "eager", "native", "native-int4", "native-fp32", "cuda", "cuda-fp16", "cuda-fp32"]
+ExecutorName = Literal[
+    "auto", "eager", "native", "native-int4", "native-fp16-states", "native-fp32", "cuda", "cuda-fp16", "cuda-fp32"
+]
 EXECUTOR_NAMES: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
 AUTO_DEVICE = "auto"  # a GPU whose kernels pass their check, else the CPU

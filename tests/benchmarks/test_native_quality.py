@@ -18,7 +18,7 @@ BOOKS = Path(__file__).parents[2] / "data/books-sample"
 
 
 @pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
-def test_int8_costs_nothing_and_int4_less_than_a_hundredth_of_a_bit() -> None:
+def test_int8_and_fp16_states_cost_nothing_and_int4_less_than_a_hundredth_of_a_bit() -> None:
     loaded = load_checkpoint(MEASURED_MODEL)
     texts = [document.text for document in itertools.islice(read_documents(BOOKS, "test"), 1)]
     documents = [encode_document(loaded.tokenizer, text, 600) for text in texts]
@@ -28,5 +28,6 @@ def test_int8_costs_nothing_and_int4_less_than_a_hundredth_of_a_bit() -> None:
     rows = {name: compare(name, readings[name], readings[REFERENCE], num_bytes) for name in NSM_EXECUTORS}
     assert abs(rows["native"].more) < 0.003
     assert abs(rows["native-int4"].more) < 0.02  # a part of a book lies around the mean of all
+    assert abs(rows["native-fp16-states"].more - rows["native"].more) < 0.003
     assert rows["native"].agreement > 0.95
     assert rows["native-int4"].agreement > 0.85

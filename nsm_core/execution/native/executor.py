@@ -18,20 +18,22 @@ from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows, as_in
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
-from nsm_core.state.spec import POSITION, State
+from nsm_core.state.spec import POSITION, State, StateSpec
 
 
-def numerics(precision: Precision) -> str:
+def numerics(precision: Precision, *, half_states: bool = False) -> str:
     """All processors and variants of the kernels give the same bits within this class.
 
     Products of whole numbers are summed exactly, and fp32 sums have one fixed order, which depends on the token's
-    position in its text alone.
+    position in its text alone. So does the rounding of fp16 states, which follows each token.
     """
-    return f"cpu/{precision}/native-1"
+    return f"cpu/{precision}/native-1{'/fp16-states' if half_states else ''}"
 
 
 class NativeExecutor(NativeRows):
     """`weights`: packed for the kernels; without them int8 ones are made.
+
+    `half_states`: slots and windows of running sequences are fp16 in the pool, and rounded after each token.
 
     Raises ValueError for a model with a `native_unsupported_reason`.
     """
@@ -44,11 +46,13 @@ class NativeExecutor(NativeRows):
         poison: bool = False,
         num_threads: int = 1,
         weights: NativeWeights | None = None,
+        half_states: bool = False,
     ) -> None:
-        self._weights = weights or NativeWeights(model)
+        self._weights, self._half_states = weights or NativeWeights(model), half_states
         config = model.config
         spec, initial = model.state_spec, _initial_state(model)
-        super().__init__(spec, initial, num_rows=num_rows, poison=poison, num_ids=config.vocab_size)
+        held_as = _halves(spec) if half_states else {}
+        super().__init__(spec, initial, num_rows=num_rows, poison=poison, num_ids=config.vocab_size, held_as=held_as)
         self._width, self._library = config.d_model, require_library()
         runner = self._new_runner(config.num_layers, num_threads)
         self._runner = self._own_runner(self._library, runner, self._library.nsm_runner_free)
@@ -78,8 +82,8 @@ class NativeExecutor(NativeRows):
         runner: int | None = self._library.nsm_runner_new(
             self._weights.handle,
             tensors[POSITION].data_ptr(),
-            *(*_addresses(memory), *_addresses(tails)),
-            *(num_threads, PIECE_TOKENS),
+            *(*_addresses(memory, in_bytes=True), *_addresses(tails, in_bytes=False)),
+            *(int(self._half_states), num_threads, PIECE_TOKENS),
         )
         return runner
 
@@ -93,8 +97,17 @@ def _initial_state(model: NsmModel) -> State:
     return state
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
-    """The address of row 0 of each tensor, and the stride to row 1 in numbers."""
+def _halves(spec: StateSpec) -> dict[str, torch.dtype]:
+    """What lies in fp16: slots, and keys and values of windows. Tails of convolutions are few numbers."""
+    return {tensor.name: torch.float16 for tensor in spec.tensors if tensor.name.endswith((".slots", ".kv"))}
+
+
+def _addresses(
+    tensors: Sequence[Tensor | None], *, in_bytes: bool
+) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
+    """The address of row 0 of each tensor, and the stride to row 1, in numbers or in bytes."""
     starts = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
+    strides = [
+        0 if tensor is None else tensor.stride(0) * (tensor.element_size() if in_bytes else 1) for tensor in tensors
+    ]
     return (ctypes.c_void_p * len(starts))(*starts), (ctypes.c_int64 * len(strides))(*strides)

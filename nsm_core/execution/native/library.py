@@ -90,7 +90,7 @@ _FUNCTIONS: Functions = {
     "nsm_model_seal": (_INT, (_POINTER,)),
     "nsm_model_get_rows": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER)),
     "nsm_model_free": (None, (_POINTER,)),
-    "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT)),
     "nsm_prefer_huge_pages": (None, (_POINTER, ctypes.c_int64)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),

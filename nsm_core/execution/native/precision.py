@@ -22,3 +22,5 @@ EXECUTORS: dict[Precision, ExecutorName] = {
     Precision.FP32: "native-fp32",
 }
 PRECISIONS: dict[ExecutorName, Precision] = {name: precision for precision, name in EXECUTORS.items()}
+# In int8, with running states in fp16; of NSM models alone
+HALF_STATES: ExecutorName = "native-fp16-states"

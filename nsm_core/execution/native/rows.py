@@ -6,7 +6,8 @@ import ctypes
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +40,18 @@ class NativeRows(ABC):
     reads_ragged = True  # pieces are filled with the tokens of whatever rows come
     overlap: Overlap | None = None  # the CPU computes in the calling thread
 
-    def __init__(self, spec: StateSpec, initial: State, *, num_rows: int, poison: bool, num_ids: int) -> None:
+    def __init__(
+        self,
+        spec: StateSpec,
+        initial: State,
+        *,
+        num_rows: int,
+        poison: bool,
+        num_ids: int,
+        held_as: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
         self.initial = initial
-        self.pool = StatePool(spec, num_rows, poison=poison)
+        self.pool = StatePool(spec, num_rows, poison=poison, held_as=held_as)
         self._num_ids = num_ids
 
     def _own_runner(self, library: ctypes.CDLL, runner: int | None, free: Callable[[int], object]) -> int:

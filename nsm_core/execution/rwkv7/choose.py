@@ -12,7 +12,7 @@ from nsm_core.execution.chosen import ChosenExecutor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.library import PORTABLE, variants
-from nsm_core.execution.native.precision import EXECUTORS, PRECISIONS, Precision
+from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, PRECISIONS, Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
 from nsm_core.execution.rwkv7.weights import pack_rwkv7, rwkv7_unsupported_reason
 from nsm_core.loaded_model import LoadedModel
@@ -29,6 +29,8 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
             f"{loaded.name} is an RWKV-7 model, which the executor for GPUs cannot run: "
             "on a GPU it runs on the eager one (NSM_EXECUTOR=eager)"
         )
+    if name == HALF_STATES:
+        raise ConfigError(f"{loaded.name} is an RWKV-7 model, whose kernels hold states in fp32 alone")
     reason = _eager_reason(loaded.model.config, loaded.device, name)
     if reason is None:
         return _native(loaded, PRECISIONS.get(name, _precision_of(loaded.weight_format)))

@@ -45,9 +45,12 @@ CONFIGS: dict[str, ModelConfig] = {
         window=40,
     ),
 }
-# Of the native executor: a configuration, or one with its matrices in int4
-INT4 = "-int4"
-KINDS = [*CONFIGS, *(f"{name}{INT4}" for name in ("sigmoid", "full", "keyed-wide", "wide-heads"))]
+# Of the native executor: a configuration, or one with its matrices in int4, or with its running states in fp16
+INT4, HALF = "-int4", "-fp16-states"
+KINDS = [
+    *CONFIGS,
+    *(f"{name}{kind}" for kind in (INT4, HALF) for name in ("sigmoid", "full", "keyed-wide", "wide-heads")),
+]
 NATIVE = variants()
 FINE = ("router.logits", "router.strength", "rates")  # matrices in fp16
 
@@ -55,7 +58,7 @@ FINE = ("router.logits", "router.strength", "rates")  # matrices in fp16
 @functools.cache
 def model_of(name: str) -> NsmModel:
     """A random model of this kind; shared, nothing changes it."""
-    model = random_model(CONFIGS[name.removesuffix(INT4)])
+    model = random_model(CONFIGS[name.removesuffix(INT4).removesuffix(HALF)])
     model.embedding.weight.mul_(0.3)
     return model.eval()
 
@@ -77,6 +80,7 @@ def make_native(name: str, variant: str = "", *, num_rows: int = 4, num_threads:
         poison=True,
         num_threads=num_threads,
         weights=weights_of(name, variant or NATIVE[0]),
+        half_states=name.endswith(HALF),
     )
 
 

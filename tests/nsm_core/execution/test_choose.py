@@ -63,6 +63,14 @@ def test_int8_files_run_on_the_native_one(
     assert f"native executor, kernels {library.variants()[0]}, {torch.get_num_threads()} threads" in caplog.text
 
 
+@needs_native
+def test_fp16_states_by_name_are_a_numerics_class_of_their_own(int8: LoadedNsm) -> None:
+    chosen = choose_executor(int8, "native-fp16-states")
+    assert (chosen.name, chosen.numerics) == ("native-fp16-states", numerics(Precision.INT8, half_states=True))
+    executor = chosen.factory(int8.model, num_rows=2, poison=False)
+    assert executor.pool.num_bytes < executor.pool.spec.num_bytes * 2
+
+
 def test_eager_by_name_is_eager(int8: LoadedNsm) -> None:
     chosen = choose_executor(int8, "eager")
     assert (chosen.name, chosen.numerics) == ("eager", int8.numerics)

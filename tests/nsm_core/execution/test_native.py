@@ -18,6 +18,7 @@ from nsm_core.execution.native.weights import NativeWeights, native_unsupported_
 from nsm_core.state.spec import State
 from tests.nsm_core.execution.small_models import (
     CONFIGS,
+    HALF,
     KINDS,
     NATIVE,
     VOCABULARY,
@@ -52,6 +53,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith(HALF)])
 @pytest.mark.parametrize("variant", NATIVE)
 def test_it_is_the_model_with_weights_and_inputs_rounded(kind: str, variant: str) -> None:
     ids = TEXTS.get(kind, TEXTS[precision_of(kind)])
@@ -64,6 +66,19 @@ def test_it_is_the_model_with_weights_and_inputs_rounded(kind: str, variant: str
     assert difference.max() < COPY_TOLERANCE
     assert difference.mean() < COPY_MEAN_TOLERANCE
     torch.testing.assert_close(state, want_state, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith(HALF)])
+def test_fp16_states_are_fp32_ones_but_for_their_rounding(kind: str) -> None:
+    ids, halves, whole = random_ids(70), make_native(kind), make_native(kind.removesuffix(HALF))
+    open_rows(halves, [0])
+    open_rows(whole, [0])
+    got, want = read_parts(halves, 0, [ids]), read_parts(whole, 0, [ids])
+    assert (got[0] - want[0]).square().mean().sqrt() < 0.03 * want[0].square().mean().sqrt()
+    for name, state in want[1].items():
+        held = halves.pool.tensors[name]
+        assert (held.dtype == torch.float16) == name.endswith((".slots", ".kv"))
+        assert got[1][name].dtype == state.dtype
 
 
 def test_rounding_costs_a_share_of_a_logit(kind: str) -> None:

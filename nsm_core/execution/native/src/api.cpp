@@ -126,16 +126,16 @@ void nsm_model_free(void* model) { delete static_cast<Model*>(model); }
 // Of states, which steps go through as they do through weights.
 void nsm_prefer_huge_pages(void* memory, int64_t bytes) { nsm::prefer_huge_pages(memory, static_cast<size_t>(bytes)); }
 
-// memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides in
-// floats from row to row. The model must outlive the runner.
-void* nsm_runner_new(const void* model, int64_t* positions, float* const* memory, const int64_t* memory_strides,
-                     float* const* tails, const int64_t* tail_strides, int num_threads, int piece_tokens) {
+// memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides from row
+// to row, of memory in bytes, of tails in floats. is_half: slots and rings are fp16. The model must outlive the runner.
+void* nsm_runner_new(const void* model, int64_t* positions, char* const* memory, const int64_t* memory_strides,
+                     float* const* tails, const int64_t* tail_strides, int is_half, int num_threads, int piece_tokens) {
   const Model& weights = *static_cast<const Model*>(model);
   const int count = weights.shape.num_layers;
   try {
     return new Runner(weights,
                       {positions, {memory, memory + count}, {tails, tails + count}, {memory_strides, memory_strides + count},
-                       {tail_strides, tail_strides + count}},
+                       {tail_strides, tail_strides + count}, is_half != 0},
                       num_threads, piece_tokens);
   } catch (const std::exception&) {
     return nullptr;

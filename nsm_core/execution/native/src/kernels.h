@@ -61,6 +61,12 @@ struct Quantised {
 
 constexpr int LINE = 64;  // bytes
 
+// Running states are fp32, or fp16: then each number is rounded when a token has changed it.
+struct Half {
+  uint16_t bits;
+};
+inline int number_bytes(bool is_half) { return is_half ? sizeof(Half) : sizeof(float); }
+
 // Memory that will be needed after a product, fetched while it is computed: rows of `row_bytes` each, [begin, end) of their bytes
 // in order. A product of many tokens leaves the memory idle, and what comes after it waits for memory alone.
 struct Ahead {
@@ -93,10 +99,12 @@ struct SlotWork {
   const float* routing;    // [tokens, routing_stride]: logits [heads, slots], strengths [heads]
   int routing_stride;
   float* tail;        // [taps-1, 3d], before the tokens; this head's channels are advanced in place
-  float* state;       // [slots, 2 head_dim], advanced in place
+  void* state;        // [slots, 2 head_dim], advanced in place
+  bool is_half;       // the state's numbers; else fp32
   float* out;         // [tokens, d]
   // The state that comes after this one and its head's channels of the tail: fetched meanwhile; null: none
-  const float *next_state, *next_tail;
+  const void* next_state;
+  const float* next_tail;
 };
 
 // Keyed slots. A head's route has `slots` channels, its values have `width`.
@@ -117,11 +125,12 @@ struct KeyedWork {
   const float* rates;      // [tokens, rates_stride], before their activation: strengths [heads], decays [heads]
   int rates_stride;
   float* tail;     // [taps-1, heads (slots + width)], before the tokens; this head's channels are advanced in place
-  float* state;    // [slots, width], advanced in place
+  void* state;     // [slots, width], advanced in place
+  bool is_half;    // see SlotWork
   float* scratch;  // [tokens, keyed_scratch(slots, width)]
-  float* columns;  // scratch [slots, MAX_KEYED_COLUMNS]
+  float* columns;  // scratch [slots, MAX_KEYED_COLUMNS], of whatever numbers the state has
   float* out;      // [tokens, heads * width]
-  const float* next_state;  // see SlotWork
+  const void* next_state;  // see SlotWork
 };
 
 constexpr int MAX_KEYED_COLUMNS = 4 * LANES;  // of values that a variant takes together
@@ -140,7 +149,8 @@ struct AttentionWork {
   const float* projected;  // [tokens, d + 2 kv_heads head_dim]
   const float* cos;        // [tokens, head_dim / 2]
   const float* sin;
-  float* ring;    // [2, window, head_dim] of this key-value head, advanced in place
+  void* ring;     // [2, window, head_dim] of this key-value head, advanced in place
+  bool is_half;   // see SlotWork
   float* scores;  // scratch [heads of a group, score_stride(window)]
   float* out;     // [tokens, d]
 };

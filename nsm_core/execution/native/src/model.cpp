@@ -66,7 +66,7 @@ int Shape::routing_rows(Kind kind) const {
   }
 }
 
-int64_t Shape::memory_floats(Kind kind) const {
+int64_t Shape::memory_numbers(Kind kind) const {
   if (kind == ATTENTION) return 0;
   return int64_t{heads} * slots * (kind == KEYED ? slot_width : 2 * head_dim());
 }

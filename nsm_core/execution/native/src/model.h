@@ -78,7 +78,7 @@ struct Shape {
   int projected_width(Kind kind) const;
   int mixed_width(Kind kind) const { return kind == KEYED ? heads * slot_width : d_model; }
   int routing_rows(Kind kind) const;
-  int64_t memory_floats(Kind kind) const;
+  int64_t memory_numbers(Kind kind) const;
 };
 
 // What a layer is made of; the numbers are those of `Part` in library.py.
@@ -140,7 +140,8 @@ class Model {
 
 // Where a head's slots are, and its row's tail.
 struct HeadPlace {
-  float *state, *tail;
+  char* state;
+  float* tail;
 };
 
 class Runner {
@@ -148,8 +149,10 @@ class Runner {
   // `positions` [rows]; slots and rings: for each layer the first row's state, nullptr where the layer has none.
   struct States {
     int64_t* positions;
-    std::vector<float*> memory, tails;  // slots or ring; convolution's tail
-    std::vector<int64_t> memory_strides, tail_strides;  // floats from row to row
+    std::vector<char*> memory;  // slots or ring
+    std::vector<float*> tails;  // of the convolution
+    std::vector<int64_t> memory_strides, tail_strides;  // bytes, and floats, from row to row
+    bool is_half;  // slots and rings: see kernels.h
   };
 
   Runner(const Model& model, States states, int num_threads, int piece_tokens);

@@ -110,7 +110,7 @@ void Runner::look_ahead(int index, const std::vector<Span>& spans) {
   ahead_rows_.clear();
   for (const Span& span : spans)
     ahead_rows_.push_back(reinterpret_cast<const int8_t*>(states_.memory[index] + span.row * states_.memory_strides[index]));
-  const int64_t row_bytes = model_.shape.memory_floats(model_.layers[index].kind) * static_cast<int64_t>(sizeof(float));
+  const int64_t row_bytes = model_.shape.memory_numbers(model_.layers[index].kind) * number_bytes(states_.is_half);
   ahead_ = {ahead_rows_.data(), row_bytes, 0, std::min<int64_t>(row_bytes * static_cast<int64_t>(spans.size()), most_ahead_)};
 }
 
@@ -179,11 +179,11 @@ void Runner::mix(int index, const std::vector<Span>& spans, int tokens) {
 template <typename Task>
 void Runner::over_heads(int index, const std::vector<Span>& spans, const Task& task) {
   const int heads = model_.shape.heads, count = static_cast<int>(spans.size()) * heads;
-  const int64_t head_floats = model_.shape.memory_floats(model_.layers[index].kind) / heads;
+  const int64_t head_bytes = model_.shape.memory_numbers(model_.layers[index].kind) / heads * number_bytes(states_.is_half);
   const auto place_of = [&](int number) -> HeadPlace {
     if (number == count) return {nullptr, nullptr};
     const int32_t row = spans[number / heads].row;
-    return {states_.memory[index] + row * states_.memory_strides[index] + number % heads * head_floats,
+    return {states_.memory[index] + row * states_.memory_strides[index] + number % heads * head_bytes,
             states_.tails[index] + row * states_.tail_strides[index]};
   };
   team_.run(count, [&](int number, int thread) {
@@ -197,7 +197,7 @@ void Runner::mix_slots(int index, const std::vector<Span>& spans) {
     const float* next_tail = next.tail == nullptr ? nullptr : next.tail + (head + 1) % model_.shape.heads * model_.head_dim;
     model_.kernels.slots(model_.layers[index].slots,
                          {head, span.tokens, projected_.get() + span.first * 4 * d, routing_.get() + int64_t{span.first} * routing_stride_,
-                          routing_stride_, place.tail, place.state, mixed_.get() + span.first * d, next.state, next_tail});
+                          routing_stride_, place.tail, place.state, states_.is_half, mixed_.get() + span.first * d, next.state, next_tail});
   });
 }
 
@@ -208,7 +208,7 @@ void Runner::mix_keyed(int index, const std::vector<Span>& spans) {
     float* scratch = keyed_.get() + int64_t{thread} * keyed_floats_;
     model_.kernels.keyed(model_.layers[index].keyed,
                          {head, span.tokens, projected_.get() + first * shape.projected_width(KEYED),
-                          routing_.get() + first * routing_stride_, routing_stride_, place.tail, place.state, scratch,
+                          routing_.get() + first * routing_stride_, routing_stride_, place.tail, place.state, states_.is_half, scratch,
                           scratch + keyed_floats_ - shape.slots * MAX_KEYED_COLUMNS,
                           mixed_.get() + first * shape.mixed_width(KEYED), next.state});
   });
@@ -222,10 +222,11 @@ void Runner::mix_attention(int index, const std::vector<Span>& spans) {
     const Span& span = spans[task / kv_heads];
     const int head = task % kv_heads;
     const int64_t first = span.first;
-    float* ring = states_.memory[index] + span.row * states_.memory_strides[index];
+    const int64_t head_bytes = int64_t{2} * layer.window * K * number_bytes(states_.is_half);
+    char* ring = states_.memory[index] + span.row * states_.memory_strides[index];
     model_.kernels.attend(layer.attention, {head, span.tokens, positions_[first], projected_.get() + first * width,
                                             cos_.get() + first * half, sin_.get() + first * half,
-                                            ring + static_cast<int64_t>(head) * 2 * layer.window * K,
+                                            ring + head * head_bytes, states_.is_half,
                                             scores_.get() + static_cast<int64_t>(thread) * score_floats_, mixed_.get() + first * d});
   });
 }
