@@ -33,7 +33,7 @@ async def draw(url: str, folder: Path) -> None:
             await chat(tab)
             await shoot(tab, folder / "playground-chat.png")
         async with playground(browser, url, **PHONE) as tab:
-            await tab.send("She opened the letter and read:", max_tokens="60", temperature="0.6", seed="11")
+            await tab.send("She opened the letter and read:", max_tokens="60", temperature="0.8", seed="11")
             await tab.turns_end(1)
             await tab.page.evaluate("window.scrollTo(0, 0)")
             await shoot(tab, folder / "playground-phone.png")
@@ -57,7 +57,7 @@ async def chat(tab: Playground) -> None:
     await more.evaluate("one => one.open = true")
     await tab.page.fill("#left-stop", "Assistant:")
     await more.evaluate("one => one.open = false")
-    await tab.send("Where does your captain live?", max_tokens="48", temperature="0.6", seed="8")
+    await tab.send("Where does your captain live?", max_tokens="48", temperature="0.8", seed="8")
     await tab.turns_end(1)
     await tab.send("And who looks after his house?")
     await tab.turns_end(2)
@@ -70,7 +70,7 @@ async def branch(tab: Playground) -> None:
     """The second turn again, from the end of the first."""
     await tab.pane().locator(".turn-foot").first.get_by_role("button", name="Fork from here").click()
     await tab.turns_end(1, pane="right")
-    await tab.send("In the morning the sea was empty,", pane="right", max_tokens="60", temperature="0.6", seed="4")
+    await tab.send("In the morning the sea was empty,", pane="right", max_tokens="60", temperature="0.8", seed="4")
     await tab.turns_end(2, pane="right")
 
 
