@@ -49,6 +49,7 @@ TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 MB = 2**20
 MIN_MEMORY_BYTES = 96 * MB  # a gateway that has not loaded anything yet has 87 MB
+NUM_NEWEST = 16  # sessions that a start looks at
 NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
@@ -117,15 +118,16 @@ def start_line(services: Services, host: str, port: int) -> str:
 async def warn_of_other_model(services: Services) -> None:
     """One line where another model made the newest session: so it is after a change of the model.
 
-    Only one session is read, of the default tenant: a turn warns of any other.
+    Only the newest sessions of the default tenant are read, up to one with a text: a turn warns of any other.
     """
+    running = services.backend.model.fingerprint
     with contextlib.suppress(NsmError):
-        newest = (await services.store.list(tenant=DEFAULT_TENANT, limit=1)).heads
-        made_by = {head.model_fingerprint for head in newest if head.num_log_tokens}
-        for fingerprint in made_by - {services.backend.model.fingerprint}:
+        newest = (await services.store.list(tenant=DEFAULT_TENANT, limit=NUM_NEWEST)).heads
+        made_by = next((head.model_fingerprint for head in newest if head.num_log_tokens), running)
+        if made_by != running:
             logger.warning(
                 "the newest session was made by model %s, which does not run here: %s",
-                *await asyncio.to_thread(other_model, fingerprint),
+                *await asyncio.to_thread(other_model, made_by),
             )
 
 
