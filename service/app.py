@@ -43,6 +43,7 @@ from service.routes import (
 )
 from service.settings import Settings, items_of, naming
 from service.state.keeper import SnapshotPolicy, StateKeeper
+from service.state.resting import shedding_snapshots
 from service.stores.expiry import removing_expired
 from service.stores.instrumented import instrumented, instrumented_records, instrumented_states, traced_prefixes
 from service.stores.prefixes.base import PrefixStore
@@ -262,6 +263,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         with services.settings.naming_store:
             await services.store.open()
         await stack.enter_async_context(removing_expired(services.store))
+        keeper, cold_after_s = services.turns.keeper, services.settings.cold_after_s
+        await stack.enter_async_context(shedding_snapshots(services.store, keeper, cold_after_s=cold_after_s))
         await stack.enter_async_context(removing_expired(services.records))
         await stack.enter_async_context(services.prefix_resume.running())
         stack.push_async_callback(services.backend.stop)

@@ -206,6 +206,13 @@ class Settings(BaseSettings):
     state_cache_mb: Annotated[int, Shown(page="[snapshots](sessions.md#when-states-are-stored)")] = Field(
         default=256, ge=0, le=2**20, description="MiB of states that wait in memory for the next turn of their session."
     )
+    cold_after_s: Annotated[float | None, Shown(default="never", page="[cold sessions](sessions.md#cold-sessions)")] = (
+        Field(
+            default=None,
+            ge=60,
+            description="Seconds after its last turn until a session's state is deleted; its log stays.",
+        )
+    )
     state_dtype: Annotated[
         Literal["fp32", "fp16", "int8"], Shown(page="[rounded states](sessions.md#rounded-states)")
     ] = Field(default="fp32", description="Number format of stored states. States that run are always fp32.")

@@ -1,6 +1,6 @@
 """A stored state: one self-describing, checksummed string of bytes. No torch here.
 
-Byte format 1, all integers little endian:
+Byte formats 1 and 2, all integers little endian:
 
     offset        bytes  what
     0             8      magic "NSMSNAP" and a zero byte
@@ -9,7 +9,7 @@ Byte format 1, all integers little endian:
     16            8      S, length of the stored state
     24            H      header: JSON, ASCII, sorted keys, no blanks
     24 + H        S      state: the layout's tensors in order, in the header's `stored_dtype` (see quantize.py),
-                         little endian, no padding
+                         little endian, no padding. Format 2: those bytes, packed (see packing.py)
     24 + H + S    16     checksum over everything before: XXH3-128
 
 The checksum finds damage and tells versions apart. A build refuses a format version that it does not know.
@@ -30,10 +30,12 @@ from nsm_core.state.checks import is_int, is_text, require
 from nsm_core.state.layout import FLOAT
 from nsm_core.state.layout import TensorLayout as TensorLayout
 from nsm_core.state.layout import parse_layout as parse_layout
+from nsm_core.state.packing import pack_state, unpack_state
 from nsm_core.state.quantize import FORMATS, StateFormat, coarsest, decode_state, encode_state, stored_bytes
 
 MAGIC = b"NSMSNAP\0"
 FORMAT_VERSION = 1
+PACKED_VERSION = 2
 
 _PREFIX = struct.Struct("<8sIIQ")
 _MAX_TOKEN_ID = 2**32 - 1  # the token log keeps 4 bytes a token
@@ -173,9 +175,12 @@ class Snapshot:
         want, got = self.header.state_bytes, len(self.state)
         require(want == got, f"the layout has {want} bytes, the state {got}")
 
-    def encode(self) -> bytes:
-        """`encode_parts` in one piece."""
-        return b"".join(self.encode_parts())
+    def encode(self, *, is_packed: bool = False) -> bytes:
+        """`encode_parts` in one piece; `is_packed`: the state without loss in fewer bytes, for some milliseconds."""
+        if not is_packed:
+            return b"".join(self.encode_parts())
+        header, state = self._at_rest()
+        return b"".join(_parts(PACKED_VERSION, header, pack_state(state)))
 
     def encode_parts(self) -> tuple[bytes, bytes, bytes]:
         """The byte format of this module's docstring: the state in the header's `stored_dtype`, or in float32 when its
@@ -183,10 +188,7 @@ class Snapshot:
 
         In parts, for callers that add bytes of their own: a copy of megabytes takes milliseconds.
         """
-        header, state = self._at_rest()
-        raw_header = header.to_json()
-        start = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(raw_header), len(state)) + raw_header
-        return start, state, checksum(start, state)
+        return _parts(FORMAT_VERSION, *self._at_rest())
 
     def _at_rest(self) -> tuple[SnapshotHeader, bytes]:
         header = self.header
@@ -204,7 +206,15 @@ class Snapshot:
         header_end = _measure(raw) if is_verified else verify(raw)
         header = SnapshotHeader.from_json(bytes(raw[_PREFIX.size : header_end]))
         stored = bytes(memoryview(raw)[header_end:-CHECKSUM_BYTES])
+        if _PREFIX.unpack_from(raw)[1] == PACKED_VERSION:
+            stored = unpack_state(stored, num_bytes=header.stored_bytes)
         return cls(header, decode_state(header.layout, stored, header.stored_format))
+
+
+def _parts(version: int, header: SnapshotHeader, state: bytes) -> tuple[bytes, bytes, bytes]:
+    raw_header = header.to_json()
+    start = _PREFIX.pack(MAGIC, version, len(raw_header), len(state)) + raw_header
+    return start, state, checksum(start, state)
 
 
 def verify(raw: bytes | memoryview) -> int:
@@ -219,7 +229,8 @@ def _measure(raw: bytes | memoryview) -> int:
     require(len(raw) >= _PREFIX.size + CHECKSUM_BYTES, f"{len(raw)} bytes are too few")
     magic, version, header_bytes, state_bytes = _PREFIX.unpack_from(raw)
     require(magic == MAGIC, "this is not a snapshot (magic bytes)")
-    require(version == FORMAT_VERSION, f"format version {version}, this build reads version {FORMAT_VERSION}")
+    is_known = version in (FORMAT_VERSION, PACKED_VERSION)
+    require(is_known, f"format version {version}, this build reads versions {FORMAT_VERSION} and {PACKED_VERSION}")
     want = _PREFIX.size + header_bytes + state_bytes + CHECKSUM_BYTES
     require(len(raw) == want, f"{want} bytes expected, got {len(raw)}")
     return int(_PREFIX.size + header_bytes)

@@ -28,8 +28,8 @@ from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.telemetry.metrics.metrics import Metrics
 
-IDLE_S = 10.0  # after the last turn of a session: programs answer sooner, people later
-BUSY_FACTOR = 64  # of the limit: tokens after which a session that is never idle gets a snapshot
+IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
+BUSY_FACTOR = 256  # of the limit: tokens after which a session that is never idle gets a snapshot, 13 s of reading
 REPLAY_S = 0.05  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
 MIN_LIMIT = 16
@@ -78,6 +78,11 @@ class StateKeeper:
         if self._policy.limit is not None:
             return self._policy.limit
         return max(MIN_LIMIT, round(REPLAY_S * self._speed.tokens_per_s))
+
+    @property
+    def model_class(self) -> tuple[str, str]:
+        """Fingerprint and numerics class of the running model: it makes the same state of the same log."""
+        return self._backend.model.fingerprint, self._backend.model.numerics
 
     @property
     def is_always(self) -> bool:

@@ -96,7 +96,7 @@ class SnapshotWriter:
     async def _write(self, key: SessionKey, pending: PendingSnapshot) -> SessionHead | None:
         header = pending.snapshot.header
         try:
-            raw = await asyncio.to_thread(pending.snapshot.encode)
+            raw = await asyncio.to_thread(pending.snapshot.encode, is_packed=True)
             late = LateSnapshot(
                 created_at=pending.head.created_at,
                 version=header.version,

@@ -52,8 +52,8 @@ async def test_a_server_without_append_only_file_is_warned_of(
 
 async def test_sessions_of_a_newer_build_are_refused(redis_single: Topology, prefix: str) -> None:
     with redis_single.servers[0].client() as client:
-        client.set(Keyspace(prefix).layout_version, 3)
-    with pytest.raises(ConfigError, match="layout version 3, this build knows version 2"):
+        client.set(Keyspace(prefix).layout_version, 4)
+    with pytest.raises(ConfigError, match="layout version 4, this build knows version 3"):
         async with opened_redis(redis_single.url_with(prefix=prefix)):
             pass
 
@@ -75,7 +75,7 @@ async def test_sessions_of_key_layout_1_are_read_and_go_on(redis_single: Topolog
         newest = await commit_log(store, stored.head)
         assert (newest.snapshot_version, newest.snapshot_position) == (1, 3)
     with redis_single.servers[0].client() as client:
-        assert client.get(Keyspace(prefix).layout_version) == b"2"
+        assert client.get(Keyspace(prefix).layout_version) == b"3"
 
 
 def documented_acl_rules() -> list[str]:

@@ -45,14 +45,13 @@ REFUSALS = {
 }
 
 TABLES = (
-    *("sessions", "snapshots", "log_chunks", "retained_snapshots", "turns", "turn_chunks", "records", "usage"),
+    *("sessions", "snapshots", "log_chunks", "older_snapshots", "turns", "turn_chunks", "records", "usage"),
     *("record_usage", "stamp", "expired_sessions", "named_states", "named_state_versions"),
 )
 BLOBS = {
     "sessions": "metadata",
     "snapshots": "snapshot",
     "log_chunks": "ids",
-    "retained_snapshots": "snapshot",
     "turns": "result",
     "records": "document",
     "named_states": "file",

@@ -271,10 +271,11 @@ class RedisClock:
 
     @staticmethod
     def _age_turns(client: redis.Redis, key: bytes, age_us: int) -> None:
-        turns = json.loads(client.hget(key, "index"))
-        for turn in turns:
-            turn["expires"] = str(int(turn["expires"]) - age_us)
-        client.hset(key, "index", json.dumps(turns))
+        for field, value in client.hgetall(key).items():
+            if field.startswith(b"t:"):
+                turn = json.loads(value)
+                turn["expires"] = str(int(turn["expires"]) - age_us)
+                client.hset(key, field, json.dumps(turn))
 
     @staticmethod
     def _age_expiry(client: redis.Redis, key: bytes, age_us: int) -> None:

@@ -19,7 +19,8 @@ async def execute(store: SessionStore, statement: str, *values: Any) -> list[Any
 
 
 async def get_snapshot(store: SessionStore, session_id: str = "s1", *, tenant: str = "default") -> bytes:
-    ((raw,),) = await execute(store, f"SELECT snapshot FROM snapshots WHERE {ONE}", tenant, session_id)
+    query = f"SELECT snapshot FROM snapshots WHERE {ONE} ORDER BY version DESC LIMIT 1"
+    ((raw,),) = await execute(store, query, tenant, session_id)
     return bytes(raw)
 
 
@@ -28,12 +29,14 @@ async def put_snapshot(
 ) -> None:
     """In the place of the newest snapshot; None: it is lost."""
     if raw is None:
-        await execute(store, f"DELETE FROM snapshots WHERE {ONE}", tenant, session_id)
+        newest = f"(SELECT snapshot_version FROM sessions WHERE {ONE})"
+        values = (tenant, session_id, tenant, session_id)
+        await execute(store, f"DELETE FROM snapshots WHERE {ONE} AND version = {newest}", *values)
         return
     await execute(
         store,
         "INSERT OR REPLACE INTO snapshots "
-        f"SELECT tenant, session_id, version, ? FROM sessions WHERE {ONE}",
+        f"SELECT tenant, session_id, snapshot_version, ? FROM sessions WHERE {ONE}",
         raw, tenant, session_id,
     )  # fmt: skip
 
@@ -45,12 +48,14 @@ async def damage_snapshot(store: SessionStore, session_id: str = "s1", *, tenant
 
 async def get_retained(store: SessionStore, session_id: str = "s1") -> dict[int, bytes]:
     """By version."""
-    query = f"SELECT version, snapshot FROM retained_snapshots WHERE {ONE} ORDER BY version"
+    query = (
+        f"SELECT version, snapshot FROM older_snapshots JOIN snapshots USING (tenant, session_id, version) WHERE {ONE}"
+    )
     return {version: bytes(raw) for version, raw in await execute(store, query, "default", session_id)}
 
 
 async def put_retained(store: SessionStore, version: int, raw: bytes, session_id: str = "s1") -> None:
-    statement = f"UPDATE retained_snapshots SET snapshot = ? WHERE {ONE} AND version = ?"
+    statement = f"UPDATE snapshots SET snapshot = ? WHERE {ONE} AND version = ?"
     await execute(store, statement, raw, "default", session_id, version)
 
 

@@ -15,8 +15,10 @@ from service.stores.sessions.base import StoreRoom
 logger = logging.getLogger("nsm.store")
 
 OLDEST_SERVER = (7, 0)  # scripts declare their behaviour on a full server
-LAYOUT_VERSION = 2  # of the keys and their values
-OLDEST_LAYOUT = 1  # heads do not name their snapshots: all are read, and written as those of the newest layout
+LAYOUT_VERSION = 3  # of the keys and their values
+# In 1, heads do not name their snapshots; in 1 and 2, all turn records of a session are one value. Both are read, and
+# written as in the newest layout.
+OLDER_LAYOUTS = ("1", "2")
 
 
 async def check_server(client: RedisClient, keys: Keyspace) -> Mapping[str, Mapping[str, Any]]:
@@ -90,8 +92,8 @@ async def least_room(client: RedisClient) -> StoreRoom | None:
 async def _check_layout(attempt: Attempt, keys: Keyspace) -> None:
     await attempt.command("SET", keys.layout_version, LAYOUT_VERSION, "NX")
     found = (await attempt.command("GET", keys.layout_version)).decode(errors="replace")
-    if found == str(OLDEST_LAYOUT):
-        # From now on a build that knows only the old layout does not start here
+    if found in OLDER_LAYOUTS:
+        # From now on a build that knows only older layouts does not start here
         await attempt.command("SET", keys.layout_version, LAYOUT_VERSION)
     elif found != str(LAYOUT_VERSION):
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
 from service.stores.sessions.retention import RetainedSnapshot
+from service.stores.sessions.retention import Shedding as Shedding
 from service.stores.sessions.transitions import Commit as Commit
 from service.stores.sessions.transitions import LateSnapshot as LateSnapshot
 from service.stores.sessions.transitions import LogMark as LogMark
@@ -269,6 +270,14 @@ class SessionStore(TurnStore, Protocol):
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         """One of them, or the newest snapshot, encoded; None when it is not there (any more), or its checksum does not
         fit.
+        """
+        ...
+
+    async def shed_snapshots(self, shedding: Shedding) -> int:
+        """Delete snapshots of sessions that nobody uses; how many sessions lost some.
+
+        Version, log and times stay, and a session with a live lease is left alone. It may look at something of every
+        session: the server calls it now and then.
         """
         ...
 

@@ -32,6 +32,7 @@ class QuotaStore:
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list
         self.list_tenants = store.list_tenants
         self.list_retained, self.load_retained = store.list_retained, store.load_retained
+        self.shed_snapshots = store.shed_snapshots
         self.usage, self.room = store.usage, store.room
         self.remove_expired, self.check_writable = store.remove_expired, store.check_writable
 

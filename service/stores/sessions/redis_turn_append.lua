@@ -12,7 +12,7 @@ if index == num_chunks then
   redis.call('RPUSH', tail_key, ARGV[6])
   local bytes = turn.bytes + #ARGV[6]
   is_due = math.floor(bytes / USAGE_STEP_BYTES) > math.floor(turn.bytes / USAGE_STEP_BYTES)
-  turn.bytes = bytes
-  write_index(head, turns)
+  turn.bytes, changed[turn] = bytes, true
+  write_changes(head, turns)
 end
 return {'ok', turn.cancel, is_due and redis.call('HGETALL', head_key) or nil}

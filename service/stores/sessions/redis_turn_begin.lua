@@ -17,9 +17,10 @@ for position = #turns, 1, -1 do
 end
 while #turns >= tonumber(ARGV[8]) do drop_turn(turns, 1) end
 local turn = {
-  id = ARGV[4], identity = ARGV[5], digest = ARGV[6], base = head.version, status = 'running', cancel = '0',
+  number = #turns > 0 and turns[#turns].number + 1 or 1, id = ARGV[4], identity = ARGV[5], digest = ARGV[6], base = head.version, status = 'running', cancel = '0',
   expires = whole(now + RUNNING_US), bytes = #ARGV[9],
 }
+changed[turn] = true
 turns[#turns + 1] = turn
 redis.call('HSET', turns_key, 'q:' .. turn.id, ARGV[9])
 write_turns(head, turns)

@@ -6,7 +6,7 @@ local turns = read_turns(now)
 local turn = find_running(turns)
 if not turn then return {'none'} end
 if lease_left_us(head, now) > 0 then
-  turn.cancel = '1'
+  turn.cancel, changed[turn] = '1', true
 else
   close_turn(turn, 'cancelled', nil, now + ABANDONED_US)
   write_head(head, {holder = '', lease_us = '0'}) -- a lease that ran out is worth nothing any more

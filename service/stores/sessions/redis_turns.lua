@@ -1,14 +1,43 @@
--- Put after redis_common.lua before the scripts that know turn records. KEYS[6]: turns (hash: "index": a JSON list of
--- the records, oldest first; "q:<id>": request; "r:<id>": result), KEYS[7]: tail (list: the running turn's chunks).
--- A record: id, identity ('' for none), digest, base, status, cancel ('0' or '1'), expires (microseconds as text: JSON
--- numbers lose digits), bytes (of the result; while it runs, of the request and the chunks).
+-- Put after redis_common.lua before the scripts that know turn records. KEYS[6]: turns (hash: "t:<number>": a record as
+-- JSON, the oldest has the lowest number; "q:<id>": request; "r:<id>": result), KEYS[7]: tail (list: the running turn's
+-- chunks). A record: number, id, identity ('' for none), digest, base, status, cancel ('0' or '1'), expires
+-- (microseconds as text: JSON numbers lose digits), bytes (of the result; while it runs, of the request and the chunks).
+-- Each is a field of its own: a turn changes one record a few times, and its server writes down what is set.
 local turns_key, tail_key = KEYS[6], KEYS[7]
 local ABANDONED_US = 3600 * 1000000
 local RUNNING_US = 2 * 86400 * 1000000 -- longer than any turn may take
 
+local changed = {} -- records that are to be written
+
+-- Key layout 1 and 2 had all records in the field "index".
+local function read_index(raw)
+  local turns = cjson.decode(raw)
+  for number, turn in ipairs(turns) do
+    turn.number = number
+    changed[turn] = true
+  end
+  return turns
+end
+
+local function read_fields()
+  local numbers, names, turns = {}, {}, {}
+  for _, field in ipairs(redis.call('HKEYS', turns_key)) do
+    local number = string.match(field, '^t:(%d+)$')
+    if number then numbers[#numbers + 1] = tonumber(number) end
+  end
+  table.sort(numbers)
+  for position, number in ipairs(numbers) do names[position] = 't:' .. whole(number) end
+  if #names == 0 then return turns end
+  for position, raw in ipairs(redis.call('HMGET', turns_key, unpack(names))) do
+    turns[position] = cjson.decode(raw)
+    turns[position].number = numbers[position]
+  end
+  return turns
+end
+
 local function read_turns(now)
-  local raw, turns = redis.call('HGET', turns_key, 'index'), {}
-  for _, turn in ipairs(raw and cjson.decode(raw) or {}) do
+  local index, turns = redis.call('HGET', turns_key, 'index'), {}
+  for _, turn in ipairs(index and read_index(index) or read_fields()) do
     if tonumber(turn.expires) > now then turns[#turns + 1] = turn end
   end
   return turns
@@ -19,20 +48,24 @@ local function drop_turn(turns, position)
   table.remove(turns, position)
 end
 
-local function write_index(head, turns)
+-- Those that changed, and their sum in the head.
+local function write_changes(head, turns)
   local bytes, until_us = 0, 0
   for _, turn in ipairs(turns) do
     bytes = bytes + turn.bytes
     until_us = math.max(until_us, tonumber(turn.expires))
+    if changed[turn] then redis.call('HSET', turns_key, 't:' .. whole(turn.number), cjson.encode(turn)) end
   end
-  if #turns > 0 then redis.call('HSET', turns_key, 'index', cjson.encode(turns)) end
+  redis.call('HDEL', turns_key, 'index')
   write_head(head, {turn_bytes = whole(bytes), turns_us = whole(until_us)})
 end
 
 -- Also what read_turns left out is gone after this.
 local function write_turns(head, turns)
-  local fields = {index = true}
-  for _, turn in ipairs(turns) do fields['q:' .. turn.id], fields['r:' .. turn.id] = true, true end
+  local fields = {}
+  for _, turn in ipairs(turns) do
+    for _, field in ipairs({'t:' .. whole(turn.number), 'q:' .. turn.id, 'r:' .. turn.id}) do fields[field] = true end
+  end
   if #turns == 0 then
     redis.call('UNLINK', turns_key, tail_key)
   else
@@ -40,7 +73,7 @@ local function write_turns(head, turns)
       if not fields[field] then redis.call('HDEL', turns_key, field) end
     end
   end
-  write_index(head, turns)
+  write_changes(head, turns)
 end
 
 local function find_running(turns)
@@ -66,6 +99,7 @@ local function close_turn(turn, status, result, expires_us)
   redis.call('UNLINK', tail_key)
   if result then redis.call('HSET', turns_key, 'r:' .. turn.id, result) end
   turn.status, turn.expires, turn.bytes = status, whole(expires_us), result and #result or 0
+  changed[turn] = true
 end
 
 -- The session moves on: by turn `id`, or by something else.
@@ -89,6 +123,7 @@ local function drop_results(head, from_version)
     if tonumber(turn.base) >= from_version and turn.bytes > 0 then
       redis.call('HDEL', turns_key, 'r:' .. turn.id)
       turn.status, turn.bytes = 'cancelled', 0
+      changed[turn] = true
     end
   end
   if #turns > 0 then write_turns(head, turns) end

@@ -35,6 +35,19 @@ class Retention:
 NO_RETENTION = Retention()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shedding:
+    """Sessions without a turn for `unused_for_s` seconds lose their older snapshots; at most `limit` sessions.
+
+    `of_model`: None, or fingerprint and numerics class of a model: its sessions lose the newest snapshot as well, and
+    others are left alone.
+    """
+
+    unused_for_s: float
+    limit: int
+    of_model: tuple[str, str] | None = None
+
+
 def plan_retention(
     retained: Sequence[RetainedSnapshot], newest: RetainedSnapshot | None, *, position: int, max_retained: int
 ) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from service.stores.sessions.base import (
     Rewind,
     SessionHead,
     SessionPage,
+    Shedding,
     StoredSession,
     StoreRoom,
     TenantUsage,
@@ -33,7 +34,7 @@ from service.stores.sessions.base import (
 )
 from service.stores.sessions.codec import checked, decode_cursor, encode_cursor, expiry, new_head, require_sound, sound
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import RetainedSnapshot, Retention
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
 from service.stores.sessions.sqlite_statements import (
     EXISTS,
     HEAD_COLUMNS,
@@ -44,6 +45,8 @@ from service.stores.sessions.sqlite_statements import (
     cut_log,
     cut_retained,
     delete_retained,
+    drop_snapshots,
+    find_idle,
     free,
     get_head,
     get_log,
@@ -54,6 +57,7 @@ from service.stores.sessions.sqlite_statements import (
     has_version,
     head_of,
     insert_head,
+    list_idle,
     missing,
     move_head,
     note_snapshot,
@@ -146,7 +150,7 @@ class SqliteSessionStore:
             with reading(connection):
                 head = get_head(connection, key, self._clock())
                 tail = get_tail(connection, head)
-                raw = get_snapshot(connection, key, head.snapshot_version, table="snapshots")
+                raw = get_snapshot(connection, key, head.snapshot_version)
             return require_sound(head, raw, tail)
 
         return await self.database.read(work)
@@ -157,7 +161,7 @@ class SqliteSessionStore:
         processes = self.database.processes
 
         def work(connection: sqlite3.Connection) -> LeasedSession:
-            with transaction(connection):
+            with unsynced_transaction(connection):  # a power cut ends its turn as well
                 now = self._clock()
                 head = get_head(connection, key, now)
                 require_log(connection, head)
@@ -167,7 +171,7 @@ class SqliteSessionStore:
                 if known == (head.created_at, head.version):
                     stored = StoredSession(head=head, snapshot=None, tail=tail)
                     return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=True)
-                raw = get_snapshot(connection, key, head.snapshot_version, table="snapshots")
+                raw = get_snapshot(connection, key, head.snapshot_version)
             return LeasedSession(lease=lease, stored=checked(head, raw, tail), retained=retained)
 
         return await self.database.write(work)
@@ -228,6 +232,25 @@ class SqliteSessionStore:
         apply_retention(connection, head, retention)
         self._replace_snapshot(connection, head, version=mark.version, snapshot=raw)
         return note_snapshot(connection, head, version=mark.version, position=mark.position, num_bytes=len(raw))
+
+    async def shed_snapshots(self, shedding: Shedding) -> int:
+        until = self._clock() - shedding.unused_for_s
+        is_newest_due = shedding.of_model is not None
+
+        def shed(connection: sqlite3.Connection, key: SessionKey) -> bool:
+            with unsynced_transaction(connection):
+                head = find_idle(connection, key, until=until, now=self._clock())
+                if head is None:
+                    return False
+                apply_retention(connection, head, NO_RETENTION)
+                version = 0 if is_newest_due else head.snapshot_version
+                drop_snapshots(connection, head, but=version)
+                if is_newest_due:
+                    note_snapshot(connection, head, version=0, position=0, num_bytes=0)
+                return True
+
+        keys = await self.database.read(lambda connection: list_idle(connection, shedding, until=until))
+        return sum([await self.database.write(functools.partial(shed, key=key)) for key in keys])
 
     async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
@@ -303,8 +326,8 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> bytes | None:
             with reading(connection):
                 head = get_head(connection, key, self._clock())
-                table = "snapshots" if version == head.snapshot_version else "retained_snapshots"
-                raw = get_snapshot(connection, key, version, table=table)
+                known = {head.snapshot_version, *(one.version for one in get_retained(connection, head))}
+                raw = get_snapshot(connection, key, version) if version in known else None
             return sound(raw)
 
         return await self.database.read(work)

@@ -27,7 +27,7 @@ from service.stores.sessions.errors import (
     session_expired,
 )
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import RetainedSnapshot, Retention
+from service.stores.sessions.retention import RetainedSnapshot, Retention, Shedding
 from service.stores.sqlite.connection import empty_write_ahead_log, transaction
 from service.stores.sqlite.process_lock import Processes
 
@@ -37,7 +37,7 @@ HEAD_COLUMNS = (
     "numerics, energy_joules"
 )
 REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
-CHILDREN = ("snapshots", "log_chunks", "retained_snapshots", "turns")
+CHILDREN = ("snapshots", "older_snapshots", "log_chunks", "turns")
 ONE = "tenant = ? AND session_id = ?"
 EXISTS = "(expires_at IS NULL OR max(expires_at, lease_expires_at) > ?)"  # at a time
 
@@ -92,40 +92,39 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({placeholders})", values)
 
 
-def get_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int, *, table: str) -> bytes | None:
-    """`table`: snapshots or retained_snapshots. As a stream: a column of a row would be copied twice on its way."""
-    query = f"SELECT rowid, snapshot IS NULL OR typeof(snapshot) != 'blob' FROM {table} WHERE {ONE} AND version = ?"
+def get_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int) -> bytes | None:
+    """As a stream: a column of a row would be copied twice on its way."""
+    query = f"SELECT rowid, snapshot IS NULL OR typeof(snapshot) != 'blob' FROM snapshots WHERE {ONE} AND version = ?"
     row = connection.execute(query, (*key, version)).fetchone()
     if row is None:
         return None
     rowid, is_damaged = row
     if is_damaged:
         return b""
-    with connection.blobopen(table, "snapshot", rowid, readonly=True) as stream:
+    with connection.blobopen("snapshots", "snapshot", rowid, readonly=True) as stream:
         return bytes(stream.read())
 
 
-def _put_snapshot(connection: sqlite3.Connection, table: str, row: tuple[Any, ...], snapshot: bytes) -> None:
-    """`row`: all but the snapshot, which is the last column and is written into its pages directly."""
-    marks = ", ".join("?" * len(row))
-    cursor = connection.execute(f"INSERT INTO {table} VALUES ({marks}, zeroblob(?))", (*row, len(snapshot)))
-    with connection.blobopen(table, "snapshot", cursor.lastrowid or 0) as stream:
+def _put_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int, snapshot: bytes) -> None:
+    """The last column is written into its pages directly."""
+    statement = "INSERT INTO snapshots VALUES (?, ?, ?, zeroblob(?))"
+    cursor = connection.execute(statement, (*key, version, len(snapshot)))
+    with connection.blobopen("snapshots", "snapshot", cursor.lastrowid or 0) as stream:
         stream.write(snapshot)
 
 
 def replace_snapshot(
     connection: sqlite3.Connection, head: SessionHead, *, version: int, snapshot: bytes | None, is_in_memory: bool
 ) -> None:
-    """In a file the old one goes first: the new one then takes its pages, and they are written once. In memory it goes
-    last: pages that one transaction leaves and takes again would be copied, for a rollback.
+    """All but the older ones go. In a file they go first: the new one then takes their pages, and they are written
+    once. In memory they go last: pages that one transaction leaves and takes again would be copied, for a rollback.
     """
-    key = head.key
     if not is_in_memory:
-        connection.execute(f"DELETE FROM snapshots WHERE {ONE}", key)
+        drop_snapshots(connection, head, but=0)
     if snapshot is not None:
-        _put_snapshot(connection, "snapshots", (*key, version), snapshot)
+        _put_snapshot(connection, head.key, version, snapshot)
     if is_in_memory:
-        connection.execute(f"DELETE FROM snapshots WHERE {ONE} AND version != ?", (*key, version))
+        drop_snapshots(connection, head, but=version)
 
 
 def append_chunk(
@@ -349,7 +348,7 @@ def _names(lease: Lease) -> tuple[str, str, float, str, int]:
 
 
 def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[RetainedSnapshot, ...]:
-    query = f"SELECT version, position, length(snapshot) FROM retained_snapshots WHERE {ONE} ORDER BY version"
+    query = f"SELECT version, position, num_bytes FROM older_snapshots WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, head.key).fetchall()
     return tuple(
         RetainedSnapshot(version=version, position=position, num_bytes=num_bytes)
@@ -358,30 +357,57 @@ def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[Ret
 
 
 def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention: Retention) -> None:
-    """Before a newer snapshot is stored."""
+    """Says which of a session's snapshots are its older ones when `replace_snapshot` stores a newer one."""
     key = head.key
     for snapshot in get_retained(connection, head):
         if snapshot.version not in retention.keep:
-            connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
+            connection.execute(f"DELETE FROM older_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
     if head.snapshot_version in retention.keep:
         connection.execute(
-            "INSERT INTO retained_snapshots SELECT tenant, session_id, version, ?, snapshot FROM snapshots "
-            f"WHERE {ONE} AND version = ?",
-            (head.snapshot_position, *key, head.snapshot_version),
+            f"INSERT INTO older_snapshots SELECT tenant, session_id, version, ?, ? FROM snapshots WHERE {ONE} "
+            "AND version = ?",
+            (head.snapshot_position, head.snapshot_bytes, *key, head.snapshot_version),
         )
 
 
 def cut_retained(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> None:
-    """Drops those beyond the cut; all of them, when another model made the state."""
+    """Before `replace_snapshot`, those beyond the cut are none any more; all, when another model made the state."""
     end = rewind.num_log_tokens if rewind.model_fingerprint == head.model_fingerprint else 0
-    connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND position > ?", (*head.key, end))
+    connection.execute(f"DELETE FROM older_snapshots WHERE {ONE} AND position > ?", (*head.key, end))
 
 
 def delete_retained(connection: sqlite3.Connection, key: SessionKey) -> None:
     """Each in a transaction of its own: deletion overwrites by way of the write-ahead log, which stays small so."""
-    query = f"SELECT version FROM retained_snapshots WHERE {ONE}"
-    for (version,) in connection.execute(query, key).fetchall():
+    query = f"SELECT version FROM older_snapshots WHERE {ONE}"
+    for row in connection.execute(query, key).fetchall():
         with transaction(connection):
-            statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?"
-            connection.execute(statement, (*key, version))
+            for table in ("older_snapshots", "snapshots"):
+                connection.execute(f"DELETE FROM {table} WHERE {ONE} AND version = ?", (*key, *row))
         empty_write_ahead_log(connection)
+
+
+def list_idle(connection: sqlite3.Connection, shedding: Shedding, *, until: float) -> list[SessionKey]:
+    """Sessions with snapshots to lose that nobody has used since `until`."""
+    table, of_model = "older_snapshots", ""
+    if shedding.of_model is not None:
+        table, of_model = "snapshots", "AND model_fingerprint = ? AND numerics = ?"
+    query = (
+        f"SELECT DISTINCT tenant, session_id FROM {table} JOIN sessions USING (tenant, session_id) "
+        f"WHERE updated_at <= ? {of_model} LIMIT ?"
+    )
+    rows = connection.execute(query, (until, *(shedding.of_model or ()), shedding.limit)).fetchall()
+    return list(itertools.starmap(SessionKey, rows))
+
+
+def find_idle(connection: sqlite3.Connection, key: SessionKey, *, until: float, now: float) -> SessionHead | None:
+    """The head of a session that nobody has used since `until`, and nobody uses."""
+    query = f"SELECT {HEAD_COLUMNS} FROM sessions WHERE {ONE} AND updated_at <= ? AND lease_expires_at <= ?"
+    row = connection.execute(query, (*key, until, now)).fetchone()
+    return None if row is None else head_of(row)
+
+
+def drop_snapshots(connection: sqlite3.Connection, head: SessionHead, *, but: int) -> None:
+    """All of the session's snapshots that are no older ones, but the one of version `but`."""
+    stay = f"SELECT version FROM older_snapshots WHERE {ONE}"
+    statement = f"DELETE FROM snapshots WHERE {ONE} AND version != ? AND version NOT IN ({stay})"
+    connection.execute(statement, (*head.key, but, *head.key))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nsm_core.errors import StorageFull
 from service.stores.sqlite.connection import Result, empty_write_ahead_log, is_full
-from service.stores.sqlite.schema import PAGE_BYTES
+from service.stores.sqlite.schema import page_bytes
 
 BALLAST_BYTES = 8 * 1024 * 1024  # the log of the largest commit of a usual state, 4 MB, and of the pages it replaces
 SLACK_BYTES = 256 * 1024  # of it, for what sessions add on a full disk: tokens, turn records
@@ -84,7 +84,7 @@ class Ballast:
                     if not is_full(error):
                         raise
             (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
-            if num_free * PAGE_BYTES < STATE_BYTES:
+            if num_free * page_bytes(connection) < STATE_BYTES:
                 raise StorageFull("the session store is full")
             return self._run_in_ballast(connection, work, slack_bytes=0)
 
@@ -120,7 +120,8 @@ def _growing_at_most(connection: sqlite3.Connection, num_bytes: int) -> Iterator
     """Inside, a database that would grow by more fails as on a full disk."""
     (limit,) = connection.execute("PRAGMA max_page_count").fetchone()
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
-    connection.execute(f"PRAGMA max_page_count = {min(limit, num_pages + max(0, num_bytes) // PAGE_BYTES)}")
+    num_more = max(0, num_bytes) // page_bytes(connection)
+    connection.execute(f"PRAGMA max_page_count = {min(limit, num_pages + num_more)}")
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from service.stores.sqlite.ballast import Ballast
 from service.stores.sqlite.connection import ConnectionThread, Result, Work, file_thread, memory_thread
 from service.stores.sqlite.file_watch import FileWatch
 from service.stores.sqlite.process_lock import Processes, ProcessLock, SoleProcess
-from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
+from service.stores.sqlite.schema import create_file, migrate, page_bytes
 
 Part = TypeVar("Part")
 
@@ -146,7 +146,7 @@ class FileDatabase:
         def prepare(connection: sqlite3.Connection) -> None:
             migrate(connection, self._path)
             if self._max_bytes is not None:
-                connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // PAGE_BYTES)}")
+                connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // page_bytes(connection))}")
             parts.watch.begin(connection)
 
         try:

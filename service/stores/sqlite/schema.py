@@ -11,11 +11,13 @@ from pathlib import Path
 from nsm_core.errors import ConfigError
 
 APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file this is
-PAGE_BYTES = 4 * 1024  # benchmarks.turn_commit: turns write 240 KB, with 16 KiB 563; states take a quarter longer
+PAGE_BYTES = 1024  # of new files. benchmarks.turn_commit: a turn writes 26 KB without snapshots; 4 KiB: 74
 LOCK_POLL_S = 0.005
 MEMORY = ":memory:"
 MEMORY_PAGE_BYTES = 32 * 1024  # measured: 16 to 32 KiB take the least of a turn
-CHECKPOINT_PAGES = 1024  # 4 MiB of write-ahead log before its pages move into the file: less than the ballast
+CHECKPOINT_PAGES = (
+    4 * 1024 * 1024 // PAGE_BYTES
+)  # 4 MiB of write-ahead log before its pages move into the file: less than the ballast
 
 # Version 1 of the schema.
 BASELINE = """
@@ -206,8 +208,31 @@ LOG_COMMITS = """
     UPDATE sessions SET snapshot_version = version, snapshot_position = position WHERE num_log_tokens > 0;
 """
 
+# Version 4: all snapshots in one table, so that an older one stays where it is; a list says which those are.
+ONE_TABLE_OF_SNAPSHOTS = """
+    INSERT OR IGNORE INTO snapshots SELECT tenant, session_id, version, snapshot FROM retained_snapshots;
+    CREATE TABLE older_snapshots (
+        tenant     TEXT    NOT NULL,
+        session_id TEXT    NOT NULL,
+        version    INTEGER NOT NULL,
+        position   INTEGER NOT NULL,
+        num_bytes  INTEGER NOT NULL,
+        PRIMARY KEY (tenant, session_id, version),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    ) WITHOUT ROWID;
+    INSERT INTO older_snapshots
+        SELECT tenant, session_id, version, position, length(snapshot) FROM retained_snapshots;
+    DROP TABLE retained_snapshots;
+    CREATE TRIGGER usage_of_new_older AFTER INSERT ON older_snapshots BEGIN
+        UPDATE usage SET num_bytes = num_bytes + new.num_bytes WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_older AFTER DELETE ON older_snapshots BEGIN
+        UPDATE usage SET num_bytes = num_bytes - old.num_bytes WHERE tenant = old.tenant;
+    END;
+"""
+
 # Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
-MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS)
+MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS, ONE_TABLE_OF_SNAPSHOTS)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};
@@ -288,6 +313,12 @@ def _refuse_foreign_file(connection: sqlite3.Connection, path: Path) -> None:
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID and num_tables:
         raise ConfigError(f"{path} is a database of another program")
+
+
+def page_bytes(connection: sqlite3.Connection) -> int:
+    """Of this file, which may be older than PAGE_BYTES."""
+    (num_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    return int(num_bytes)
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:

@@ -86,13 +86,19 @@ def test_decode_gives_back_what_was_encoded() -> None:
     assert Snapshot.decode(snapshot.encode()) == snapshot
 
 
+def test_a_packed_snapshot_decodes_to_the_same() -> None:
+    snapshot = Snapshot(make_header(), STATE)
+    assert Snapshot.decode(snapshot.encode(is_packed=True)) == snapshot
+
+
 def test_equal_snapshots_have_equal_bytes_whatever_the_order_of_their_counts() -> None:
     swapped = SamplerState(seed=2**64 - 1, generated_counts=MappingProxyType({7: 2, 260: 1}))
     assert Snapshot(make_header(sampler=swapped), STATE).encode() == Snapshot(make_header(), STATE).encode()
 
 
-def test_every_flipped_bit_is_refused() -> None:
-    raw = Snapshot(make_header(), STATE).encode()
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_flipped_bit_is_refused(is_packed: bool) -> None:
+    raw = Snapshot(make_header(), STATE).encode(is_packed=is_packed)
     for index in range(len(raw)):
         for bit in range(8):
             broken = bytearray(raw)
@@ -147,7 +153,7 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=2), "format version 2, this build reads version 1"),
+        (seal(header_json(), version=3), "format version 3, this build reads versions 1 and 2"),
         (seal(header_json(), version=0), "format version 0"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),

@@ -116,7 +116,7 @@ async def test_a_busy_session_gets_a_snapshot_after_many_tokens() -> None:
             await harness.say(1, 2, 3)
             await written(harness.turns)
         head = await newest(harness)
-        assert 64 < head.snapshot_position <= 64 + 8
+        assert 256 < head.snapshot_position <= 256 + 8
         assert head.snapshot_version == head.version
 
 

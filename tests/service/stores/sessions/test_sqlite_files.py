@@ -45,13 +45,13 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("version", [0, 4, 99])
+@pytest.mark.parametrize("version", [0, 5, 99])
 async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 3"):
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 4"):
         await SqliteSessionStore(path).open()
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (version,)

@@ -1,0 +1,40 @@
+"""A stored state in fewer bytes, without loss: zstd over byte planes. No torch.
+
+Floats of a state share signs and exponents, and their mantissas look random. So the first bytes of all numbers stand
+together, then the second bytes, and so on. Of a long session's fp32 state 84 to 86 % are left, after 4 to 5 ms of CPU
+for 3.8 MB and 2 ms on the way back; bytes that lie as they are leave 93 % (`python -m benchmarks.state_packing`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import zstandard
+
+from nsm_core.errors import SnapshotCorrupt
+
+WORD_BYTES = 4
+LEVEL = 1  # level 3 takes twice as long, and leaves a little more
+
+
+def pack_state(state: bytes) -> bytes:
+    """One zstd frame that knows its content's length."""
+    return zstandard.ZstdCompressor(level=LEVEL).compress(_transposed(state, to_planes=True))
+
+
+def unpack_state(packed: bytes, *, num_bytes: int) -> bytes:
+    """The inverse. Raises SnapshotCorrupt unless exactly `num_bytes` come out, which is checked before any is made."""
+    try:
+        num_found = zstandard.frame_content_size(packed)
+        if num_found != num_bytes:
+            raise SnapshotCorrupt(f"snapshot refused: the packed state has {num_found} bytes, the layout {num_bytes}")
+        planes = zstandard.ZstdDecompressor().decompress(packed, max_output_size=num_bytes)
+    except zstandard.ZstdError as error:
+        raise SnapshotCorrupt(f"snapshot refused: the packed state is damaged ({error})") from error
+    return _transposed(planes, to_planes=False)
+
+
+def _transposed(raw: bytes, *, to_planes: bool) -> bytes:
+    """Bytes at the end that are no whole number stay there."""
+    end = len(raw) - len(raw) % WORD_BYTES
+    words = np.frombuffer(raw, np.uint8, end).reshape((-1, WORD_BYTES) if to_planes else (WORD_BYTES, -1))
+    return b"".join((words.T.tobytes(), raw[end:]))
