@@ -1,16 +1,19 @@
 """The cost of storing a turn: `python -m benchmarks.turn_commit --against DIR`. A table, then one line of JSON.
 
-Turns of an engine that computes nothing, whose states have the size of pulse-books', through the whole gateway without
-a socket. `written`: bytes that reach the disk for a turn, by the kernel's count of the process that writes (this one
-for SQLite, the server for Redis, whose append-only file is synced as named), snapshots included. `commit`: from the
-last token to the end of the commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn.
-`at rest`: the tenant's bytes over one state. `cold`: pulse-books, a turn of one token on a gateway that never saw
-the session, after `--context` tokens. `--against DIR` measures another checkout beside this one, in turns.
+Turns of an engine that computes nothing, whose states are one of pulse-books', through the whole gateway without a
+socket. `written`: bytes that reach the disk for a turn, by the kernel's count of the process that writes (this one for
+SQLite, the server for Redis, whose append-only file is synced as named), snapshots included. `commit`: from the last
+token to the end of the commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn. `in use`,
+`at rest`: the tenant's bytes over one state, after the last turn and when nobody has used the session for a while.
+`snapshots`: of all turns, without the last one at the stop. `cold`: pulse-books, a turn of one token on a gateway
+that never saw the session, after `--context` tokens. `--against DIR` measures another checkout beside this one, in
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -23,19 +26,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.state_packing import state_after
+from nsm_core.config import EngineConfig
+from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import command_line, source_commit
+from service.backends.local import LocalBackend
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 WORKER = HERE.with_name("turn_commit_worker.py")
 TOKENIZER = next((ROOT / "nsm_core" / "model" / "checkpoints").rglob("tokenizer.json"))
-STATE_BYTES = 3_780_000
+STATE_TOKENS = 4000
 KINDS = ("sqlite FULL", "redis always", "redis everysec")
+
+
+async def real_state() -> bytes:
+    """Of pulse-books: zeros would take no room, now that snapshots are packed."""
+    backend = LocalBackend(load_checkpoint(Path("pulse-books")), EngineConfig())
+    await backend.start()
+    try:
+        return await state_after(backend, STATE_TOKENS)
+    finally:
+        await backend.stop()
 
 
 def start(root: Path, *options: str) -> subprocess.Popen[str]:
     """A worker with the packages of `root`."""
-    command = [sys.executable, str(WORKER), "--tokenizer", str(TOKENIZER), "--state-bytes", str(STATE_BYTES), *options]
+    command = [sys.executable, str(WORKER), "--tokenizer", str(TOKENIZER), *options]
     environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
     return subprocess.Popen(command, cwd=root, env=environ, stdout=subprocess.PIPE, text=True)
 
@@ -76,7 +93,7 @@ def redis(directory: str, policy: str) -> Iterator[tuple[str, int]]:
 def one_session(root: Path, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Turns of one session, one after the other."""
     num_turns = args.turns if root == ROOT else args.other_turns
-    options = ("--mode", "turns", "--turns", str(num_turns))
+    options = ("--mode", "turns", "--turns", str(num_turns), "--state", str(args.state))
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         if kind.startswith("redis"):
             with redis(directory, kind.split()[1]) as (url, process_id):
@@ -97,13 +114,26 @@ def one_session(root: Path, kind: str, args: argparse.Namespace) -> dict[str, An
         "cpu_ms": round(1000 * found["cpu_s"] / num_turns, 2),
         "commit_p50_ms": round(commits[len(commits) // 2], 2),
         "commit_p99_ms": round(commits[int(0.99 * (len(commits) - 1))], 2),
-        "at_rest": round(found["bytes_at_rest"] / STATE_BYTES, 2),
+        "in_use": round(found["bytes_in_use"] / args.state.stat().st_size, 2),
+        "at_rest": round(found["bytes_at_rest"] / args.state.stat().st_size, 2),
+        "snapshots": found["snapshots"],
     }
 
 
 def two_gateways(root: Path, args: argparse.Namespace) -> float:
     """Turns of 16 tokens a second."""
-    options = ("--mode", "turns", "--turns", str(args.short_turns), "--sessions", "8", "--tokens", "16")
+    options = (
+        "--mode",
+        "turns",
+        "--turns",
+        str(args.short_turns),
+        "--sessions",
+        "8",
+        "--tokens",
+        "16",
+        "--state",
+        str(args.state),
+    )
     with tempfile.TemporaryDirectory(dir=args.dir) as directory, redis(directory, "everysec") as (url, _):
         workers = [start(root, *options, "--store", url, "--name", name) for name in ("a", "b")]
         found = [result(worker) for worker in workers]
@@ -127,6 +157,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+        args.state = Path(directory) / "state"
+        args.state.write_bytes(asyncio.run(real_state()))
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints it all."""
     roots = {"this": ROOT, **({"other": args.against.resolve()} if args.against else {})}
     rows: dict[str, dict[str, Any]] = {name: {} for name in roots}
     for kind in KINDS:

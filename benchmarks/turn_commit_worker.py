@@ -1,6 +1,6 @@
 """One process of `benchmarks.turn_commit`: turns on one store, with the packages of the checkout that PYTHONPATH names.
 
-Run as a file. `--mode turns`: an engine that computes nothing and gives states of `--state-bytes`. `--mode cold`: the
+Run as a file. `--mode turns`: an engine that computes nothing and gives the state in the file `--state`. `--mode cold`:
 pulse-books, and the first token of a turn on a second gateway. Prints one line of JSON.
 """
 
@@ -18,13 +18,11 @@ from typing import Any
 import httpx
 
 
-def state_backend(tokenizer: Path, num_bytes: int) -> Any:
-    """An InferenceBackend that says the same text for ever and ends with a state of zeros."""
+def state_backend(tokenizer: Path, state: bytes) -> Any:
+    """An InferenceBackend that says the same text for ever and ends with the same state."""
     from benchmarks.no_engine import NoBackend, NoEngine
     from nsm_core.engine.async_engine import AsyncEngine
     from nsm_core.state.layout import TensorLayout
-
-    state = bytes(num_bytes)
 
     class StateEngine(NoEngine):
         def _finish(self, request_id: str, reason: str) -> tuple[str, Any]:
@@ -39,8 +37,8 @@ def state_backend(tokenizer: Path, num_bytes: int) -> Any:
     backend.engine = engine
     backend.start, backend.stop, backend.submit = engine.start, engine.stop, engine.submit
     backend.is_ready, backend.stats, backend.require_room = engine.is_ready, engine.stats, engine.require_room
-    layout = (TensorLayout("state", (num_bytes // 4,), "float32"),)
-    changes: dict[str, Any] = {"state_layout": layout, "state_bytes": num_bytes, "fingerprint": "zeros"}
+    layout = (TensorLayout("state", (len(state) // 4,), "float32"),)
+    changes: dict[str, Any] = {"state_layout": layout, "state_bytes": len(state), "fingerprint": "fixed"}
     if "replays_exactly" in {field.name for field in dataclasses.fields(backend.model)}:
         changes["replays_exactly"] = True
     backend.model = dataclasses.replace(backend.model, **changes)
@@ -70,7 +68,7 @@ async def say(client: Any, session_id: str, body: dict[str, Any]) -> Any:
 
 async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
     """Turns one after the other in each of several sessions."""
-    backend, commits = state_backend(args.tokenizer, args.state_bytes), []
+    backend, commits = state_backend(args.tokenizer, args.state.read_bytes()), []
     async with gateway(backend, args.store) as (app, client):
         registry = app.state.services.metrics.registry
 
@@ -87,14 +85,30 @@ async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
         cpu_s, started = time.process_time(), time.perf_counter()
         await asyncio.gather(*(one(f"{args.name}-{number}") for number in range(args.sessions)))
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
-        usage = await app.state.services.store.usage(tenant="default")
+        services = app.state.services
+        in_use = await services.store.usage(tenant="default")
+        await rest(services)
+        at_rest = await services.store.usage(tenant="default")
+        snapshots = registry.get_sample_value("nsm_snapshots_total", {"outcome": "stored"})
     return {
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "num_turns": args.turns * args.sessions,
         "commit_ms": sorted(1000 * seconds for seconds in commits),
-        "bytes_at_rest": usage.num_bytes,
+        "bytes_in_use": in_use.num_bytes,
+        "bytes_at_rest": at_rest.num_bytes,
+        "snapshots": snapshots,
     }
+
+
+async def rest(services: Any) -> None:
+    """What happens when the server stops, and to sessions that nobody uses any more. Earlier builds do neither."""
+    with contextlib.suppress(ImportError):
+        from service.state.resting import shed_once
+
+        keeper = services.turns.keeper
+        await keeper.drain()
+        await shed_once(services.store, keeper, cold_after_s=None, older_s=0.0)
 
 
 async def cold(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +149,7 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--state-bytes", type=int, default=3_780_000)
+    parser.add_argument("--state", type=Path, default=None)
     parser.add_argument("--context", type=int, default=32_768)
     given = parser.parse_args()
     print(json.dumps(asyncio.run(take_turns(given) if given.mode == "turns" else cold(given))))
