@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import uuid
+from collections.abc import Sequence
 
 from nsm_core.errors import NotFound
 from nsm_core.sampling.params import SEED_BITS
@@ -12,9 +12,8 @@ from service.deps import TenantScope
 from service.named_states.start_state import StartState, session_from
 from service.responses.chain import LogPosition
 from service.schemas.sessions import new_session_id
-from service.state.copies import SessionCopy, create_copy, read_copy
-from service.state.earlier import copy_at
-from service.stores.sessions.base import NewSession
+from service.stores.sessions.base import LogMark, NewSession
+from service.turns.fork import ForkRequest, fork_session
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
@@ -36,34 +35,21 @@ async def fork_at(scope: TenantScope, position: LogPosition, *, deadline: float)
 
     Raises NotFound when the session's log does not have that position any more, and what `TurnPlan`s raise.
     """
-    copy = await read_copy(scope.services.store, scope.session_key(position.session_id))
-    if copy.head.version != position.version:
-        services = scope.services
-        with services.tenants.enter(scope.tenant):
-            copy = await copy_at(
-                services.backend,
-                services.store,
-                copy,
-                _num_log_tokens(copy, position),
-                request_id=f"fork-{uuid.uuid4().hex}",
-                deadline=deadline,
-                state_format=services.state_format,
-            )
-    head = await create_copy(
-        scope.services.store,
-        copy,
-        scope.session_key(new_session_id()),
+    services = scope.services
+    request = ForkRequest(
+        source=scope.session_key(position.session_id),
+        target=scope.session_key(new_session_id()),
+        deadline=deadline,
+        find_end=lambda head, marks: _num_log_tokens(marks, position),
         metadata=METADATA,
-        ttl_s=copy.head.ttl_s,
-        forked_from=f"{position.session_id}@{copy.head.position}",
     )
-    scope.services.turns.keeper.copied(copy.head, head)
+    head = await fork_session(services.turns, services.backend, services.store, services.tenants, request)
     return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
 
 
-def _num_log_tokens(copy: SessionCopy, position: LogPosition) -> int:
+def _num_log_tokens(all_marks: Sequence[LogMark], position: LogPosition) -> int:
     """Raises NotFound when the log does not have that place any more."""
-    marks = [mark for mark in copy.marks if mark.version <= position.version]
+    marks = [mark for mark in all_marks if mark.version <= position.version]
     if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (position.version, position.num_log_tokens):
         raise NotFound(
             f"session {position.session_id!r} was taken back behind version {position.version}",

@@ -32,8 +32,7 @@ from service.schemas.sessions import (
     new_session_id,
 )
 from service.state.at_head import copy_with_head_state
-from service.state.copies import SessionCopy, create_copy, read_copy
-from service.state.earlier import copy_at
+from service.state.copies import read_copy
 from service.state.log_location import LogLocation
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.errors import not_found
@@ -42,6 +41,7 @@ from service.transfer.import_session import ImportRequest, import_session
 from service.transfer.session_file import read_file, write_file
 from service.turns.append import AppendRequest, append_to_session
 from service.turns.codec import digest_of
+from service.turns.fork import ForkRequest, fork_session
 from service.turns.rewind import RewindRequest, rewind_session
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
@@ -253,34 +253,16 @@ async def fork(
     A running turn does not prevent it, and is not part of the copy.
     """
     body = body or ForkBody()
-    copy = await read_copy(services.store, key)
-    if body.location is not None:
-        copy = await _earlier(services, copy, body.location, arrival)
-    head = await create_copy(
-        services.store,
-        copy,
-        SessionKey(key.tenant, body.id or new_session_id()),
-        metadata=copy.head.metadata if body.metadata is None else body.metadata,
-        ttl_s=body.ttl_s_over(copy.head.ttl_s),
-        forked_from=f"{key.session_id}@{copy.head.position}",
+    request = ForkRequest(
+        source=key,
+        target=SessionKey(key.tenant, body.id or new_session_id()),
+        deadline=arrival.time + services.settings.request_timeout_s,
+        find_end=None if body.location is None else body.location.num_log_tokens,
+        metadata=body.metadata,
+        find_ttl_s=body.ttl_s_over,
     )
-    services.turns.keeper.copied(copy.head, head)
+    head = await fork_session(services.turns, services.backend, services.store, services.tenants, request)
     return json_response(session_object(services, head))
-
-
-async def _earlier(services: Services, copy: SessionCopy, location: LogLocation, arrival: Arrival) -> SessionCopy:
-    """Reads the log again as far as no retained snapshot spares it."""
-    num_log_tokens = location.num_log_tokens(copy.head, copy.marks)
-    with services.tenants.enter(copy.head.tenant):
-        return await copy_at(
-            services.backend,
-            services.store,
-            copy,
-            num_log_tokens,
-            request_id=f"fork-{uuid.uuid4().hex}",
-            deadline=arrival.time + services.settings.request_timeout_s,
-            state_format=services.state_format,
-        )
 
 
 @router.post(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot
-from service.stores.sessions.base import LogMark, LogTail, NewSession, SessionHead, SessionStore
+from service.stores.sessions.base import LogMark, LogTail, NewSession, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import log_corrupt, session_busy
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.transitions import SnapshotMark
@@ -18,7 +18,9 @@ MAX_TRIES = 5  # each was disturbed by a rewind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCopy:
-    """All parts of a session at one version. `snapshot`: the newest stored one, encoded, or None."""
+    """All parts of a session at one version. `snapshot`: the newest stored one, encoded; None where there is none, or
+    where it was not asked for.
+    """
 
     head: SessionHead
     snapshot: bytes | None
@@ -32,14 +34,15 @@ class SessionCopy:
         return LogTail(self.log_ids[self.head.snapshot_position :], marks)
 
 
-async def read_copy(store: SessionStore, key: SessionKey) -> SessionCopy:
-    """The session at its newest commit; a running turn neither prevents this nor is part of it.
+async def read_copy(store: SessionStore, key: SessionKey, *, with_snapshot: bool = True) -> SessionCopy:
+    """The session at its newest commit; a running turn neither prevents this nor is part of it. `with_snapshot`: False
+    for head and log alone.
 
     Raises NotFound, SnapshotCorrupt, LogCorrupt when the log does not end where the head does, or SessionBusy when it
     was rewound again and again meanwhile.
     """
     for _ in range(MAX_TRIES):
-        stored = await store.load(key)
+        stored = await store.load(key) if with_snapshot else StoredSession(head=await store.get(key), snapshot=None)
         head = stored.head
         log_ids = await store.read_log(key, stop=head.num_log_tokens)
         marks = await store.log_marks(key)

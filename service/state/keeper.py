@@ -84,6 +84,10 @@ class StateKeeper:
         """Fingerprint and numerics class of the running model: it makes the same state of the same log."""
         return self._backend.model.fingerprint, self._backend.model.numerics
 
+    def makes_again(self, head: SessionHead) -> bool:
+        """Whether the running model makes the session's state again of its log, to the bit."""
+        return not self.is_always and (head.model_fingerprint, head.numerics) == self.model_class
+
     @property
     def is_always(self) -> bool:
         """Whether each turn stores its state."""
@@ -113,14 +117,17 @@ class StateKeeper:
             self._wake_in(self._policy.idle_s)
 
     def copied(self, source: SessionHead, target: SessionHead) -> None:
-        """`target` was made as a copy of `source`: it has the same state, if that one is here."""
+        """`target` was made as a copy of `source`: it has the same state, if that one is here.
+
+        It is not stored: another process starts from a snapshot of `source`, or reads the log.
+        """
         hot = self._states.get(source.key)
         if hot is None or hot.known != (source.created_at, source.version):
             return
         if hot.head.num_log_tokens != source.num_log_tokens:
             return  # the copy ends inside the newest turn
         header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
-        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock()))
+        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock(), is_lent=True))
 
     def offer(self, head: SessionHead, snapshot: Snapshot) -> None:
         """A state of the head that had to be computed: it is stored, if it spares enough."""
@@ -150,7 +157,7 @@ class StateKeeper:
         self._metrics.sessions.states_held(self._states.num_bytes)
 
     def _is_due(self, hot: HotState) -> bool:
-        return not hot.is_written and hot.num_unsaved > self.limit
+        return not (hot.is_written or hot.is_lent) and hot.num_unsaved > self.limit
 
     def _write(self, hot: HotState) -> None:
         hot.is_written = True

@@ -1,0 +1,79 @@
+"""A fork has its own log and no snapshot. Until it has one, its first turn starts from a snapshot of its origin.
+
+A state is a function of its log, so a snapshot of the origin is the fork's as well where both logs are the same up to
+it; they are compared. An origin that is deleted, was taken back or never had a snapshot lends none: then the fork reads
+its whole log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from nsm_core.errors import NotFound, SnapshotCorrupt
+from nsm_core.state.snapshot import Snapshot
+from service.state.at_position import with_newest
+from service.stores.sessions.base import LogTail, SessionHead, SessionStore, StoredSession
+from service.stores.sessions.key import SessionKey
+from service.stores.sessions.retention import RetainedSnapshot
+
+MAX_GENERATIONS = 8  # forks of forks: an origin without a snapshot asks its own origin
+
+
+async def with_lent_snapshot(store: SessionStore, stored: StoredSession) -> StoredSession:
+    """`stored` as if a snapshot that an origin has were its own; as it is where none fits, or it needs none.
+
+    Raises what the store raises, but for an origin that is not there or whose log is damaged.
+    """
+    head, tail = stored.head, stored.tail
+    if stored.snapshot is not None or stored.damage is not None or tail is None or head.snapshot_version:
+        return stored
+    origin = head.forked_from
+    for _ in range(MAX_GENERATIONS):
+        if origin is None or not tail.marks:
+            break
+        lender = SessionKey(head.tenant, origin.rpartition("@")[0])
+        try:
+            lent = await _lent_by(store, lender, head, tail)
+            if lent is not None:
+                return lent
+            origin = (await store.get(lender)).forked_from
+        except (NotFound, SnapshotCorrupt):
+            break
+    return stored
+
+
+async def _lent_by(store: SessionStore, lender: SessionKey, head: SessionHead, tail: LogTail) -> StoredSession | None:
+    """`tail`: the borrower's whole log."""
+    origin = await store.get(lender)
+    marks = {mark.version: mark for mark in tail.marks}
+    for one in reversed(with_newest(await store.list_retained(lender), origin)):
+        mark = marks.get(one.version)
+        if mark is None or mark.num_log_tokens - one.position not in (0, 1):  # 1: a pending token
+            continue
+        same = tuple(mark for mark in tail.marks if mark.version <= one.version)
+        is_same = await store.read_log(lender, stop=mark.num_log_tokens) == tail.ids[: mark.num_log_tokens]
+        if not is_same or (await store.log_marks(lender))[: len(same)] != same:
+            continue
+        raw = await store.load_retained(lender, version=one.version)
+        lent = None if raw is None else await asyncio.to_thread(_lend, raw, one, origin, head, tail)
+        if lent is not None:
+            return lent
+    return None
+
+
+def _lend(
+    raw: bytes, one: RetainedSnapshot, origin: SessionHead, head: SessionHead, tail: LogTail
+) -> StoredSession | None:
+    """None for a snapshot that is not the origin's, or of another model than the borrower's."""
+    snapshot = Snapshot.decode(raw, is_verified=True)  # by the store
+    header = snapshot.header
+    found = (header.tenant, header.session_id, header.version, header.position, header.model_fingerprint)
+    if found != (*origin.key, one.version, one.position, head.model_fingerprint):
+        return None
+    own = Snapshot(dataclasses.replace(header, session_id=head.session_id), snapshot.state).encode()
+    rest = LogTail(tail.ids[one.position :], tuple(mark for mark in tail.marks if mark.version > one.version))
+    borrower = dataclasses.replace(
+        head, snapshot_version=one.version, snapshot_position=one.position, snapshot_bytes=len(own)
+    )
+    return StoredSession(head=borrower, snapshot=own, tail=rest)

@@ -1,0 +1,106 @@
+"""A fork without a snapshot starts from one of its origin, in every store."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsm_core.state.snapshot import Snapshot
+from service.state.copies import create_copy, read_copy
+from service.state.lender import with_lent_snapshot
+from service.stores.sessions.base import NewSession, Rewind, SessionHead, SessionStore, Shedding, StoredSession
+from service.stores.sessions.key import SessionKey
+from tests.support.committed_sessions import commit_turns
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.stored_sessions import acquire, commit, commit_log
+
+ORIGIN, FORK = SessionKey("a", "s1"), SessionKey("a", "s2")
+
+
+async def fork(store: SessionStore, key: SessionKey = FORK, *, of: SessionKey = ORIGIN) -> SessionHead:
+    """As a fork at the end of its origin is made: the log alone is copied."""
+    copy = await read_copy(store, of, with_snapshot=False)
+    origin = f"{of.session_id}@{copy.head.position}"
+    return await create_copy(store, copy, key, metadata={}, ttl_s=None, forked_from=origin)
+
+
+async def lent(store: SessionStore, key: SessionKey = FORK) -> StoredSession:
+    return await with_lent_snapshot(store, await store.load(key))
+
+
+def assert_lent(stored: StoredSession, head: SessionHead) -> None:
+    """The fork's own state, with the log from there."""
+    assert stored.snapshot is not None
+    snapshot, tail = Snapshot.decode(stored.snapshot), stored.tail
+    assert (snapshot.header.tenant, snapshot.header.session_id) == (head.tenant, head.session_id)
+    assert (snapshot.header.version, snapshot.header.position) == (
+        stored.head.snapshot_version,
+        stored.head.snapshot_position,
+    )
+    assert tail is not None
+    assert snapshot.header.position + len(tail.ids) == head.num_log_tokens
+
+
+async def test_a_fork_copies_its_log_alone_and_borrows_the_snapshot(store: SessionStore) -> None:
+    origin = await commit_turns(store, FakeBackend())
+    before = (await store.usage(tenant="a")).num_bytes
+    head = await fork(store)
+    assert (await store.usage(tenant="a")).num_bytes - before == 4 * origin.num_log_tokens
+    assert (head.version, head.position, head.snapshot_version) == (origin.version, origin.position, 0)
+    stored = await lent(store)
+    assert_lent(stored, head)
+    log = await store.read_log(FORK)
+    assert Snapshot.decode(stored.snapshot or b"").state == state_after(log[: head.position])
+
+
+async def test_a_fork_of_a_fork_borrows_from_where_both_come_from(store: SessionStore) -> None:
+    await commit_turns(store, FakeBackend())
+    await fork(store)
+    key = SessionKey("a", "s3")
+    head = await fork(store, key, of=FORK)
+    assert_lent(await lent(store, key), head)
+
+
+async def test_a_fork_outlives_its_origin(store: SessionStore) -> None:
+    await commit_turns(store, FakeBackend())
+    log = await store.read_log(ORIGIN)
+    await fork(store)
+    await store.delete(ORIGIN)
+    stored = await lent(store)
+    assert (stored.snapshot, stored.damage) == (None, None)
+    assert stored.tail is not None
+    assert stored.tail.ids == log
+
+
+async def test_an_origin_that_went_on_lends_what_both_have_read(store: SessionStore) -> None:
+    origin = await commit_turns(store, FakeBackend())
+    head = await fork(store)
+    await commit_log(store, origin, model_fingerprint=origin.model_fingerprint)
+    assert_lent(await lent(store), head)
+    await commit_log(store, head, new_ids=(9, 9), model_fingerprint=head.model_fingerprint)
+    assert_lent(await lent(store), await store.get(FORK))
+
+
+@pytest.mark.parametrize("change", ["rewound", "made again", "shed"])
+async def test_an_origin_with_another_log_or_no_snapshot_lends_none(store: SessionStore, change: str) -> None:
+    origin = await commit_turns(store, FakeBackend())
+    await fork(store)
+    if change == "rewound":
+        rewind = Rewind(
+            expected_version=origin.version,
+            snapshot=None,
+            position=0,
+            model_fingerprint=origin.model_fingerprint,
+            num_log_tokens=0,
+            num_sampled=0,
+            seed=None,
+        )
+        await store.rewind((await acquire(store)).lease, rewind)
+    elif change == "made again":
+        await store.delete(ORIGIN)
+        new = await store.create(NewSession(key=ORIGIN, model_fingerprint=origin.model_fingerprint, metadata={}))
+        for _ in range(3):
+            new = await commit(store, new, new_ids=(3, 1, 4, 1, 5))
+    else:
+        cold = Shedding(unused_for_s=0.0, limit=1, of_model=(origin.model_fingerprint, origin.numerics))
+        assert await store.shed_snapshots(cold) == 1
+    assert (await lent(store)).snapshot is None
