@@ -18,13 +18,12 @@ class HotState:
     """The state of a session's newest version, as far as this process knows.
 
     `head`: after that version's commit, with the newest stored snapshot. `used_at`: a `time.monotonic()` reading.
-    `is_written`: it is on its way to the store. `is_lent`: of a fork that has had no turn.
+    `is_lent`: of a fork that has had no turn.
     """
 
     head: SessionHead
     snapshot: Snapshot
     used_at: float
-    is_written: bool = False
     is_lent: bool = False
 
     @property

@@ -69,6 +69,7 @@ class StateKeeper:
         self._clock = clock
         self._states = HotStates(self._policy.max_bytes)
         self._writer = SnapshotWriter(store, metrics, max_retained=max_retained, on_end=self._written)
+        self._under_way: dict[SessionKey, int] = {}  # versions whose snapshots the writer has
         self._speed = ReadingSpeed(FIRST_TOKENS_PER_S)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -111,7 +112,8 @@ class StateKeeper:
         self._put(hot)
         # Tokens were read again: the session's turns come from several processes
         is_moving = num_replayed > 0 and hot.num_unsaved > self.limit
-        if is_moving or hot.num_unsaved > BUSY_FACTOR * self.limit:
+        is_busy = hot.num_unsaved > BUSY_FACTOR * self.limit
+        if (is_moving or is_busy) and head.key not in self._under_way:
             self._write(hot)
         elif self._is_due(hot):
             self._wake_in(self._policy.idle_s)
@@ -138,6 +140,7 @@ class StateKeeper:
         """The session is deleted, or was taken back."""
         self._states.remove(key)
         self._writer.forget(key)
+        self._under_way.pop(key, None)
         self._metrics.sessions.states_held(self._states.num_bytes)
 
     async def drain(self, timeout_s: float = DRAIN_S) -> None:
@@ -157,17 +160,19 @@ class StateKeeper:
         self._metrics.sessions.states_held(self._states.num_bytes)
 
     def _is_due(self, hot: HotState) -> bool:
-        return not (hot.is_written or hot.is_lent) and hot.num_unsaved > self.limit
+        is_under_way = self._under_way.get(hot.head.key) == hot.head.version
+        return not (is_under_way or hot.is_lent) and hot.num_unsaved > self.limit
 
     def _write(self, hot: HotState) -> None:
-        hot.is_written = True
+        self._under_way[hot.head.key] = hot.head.version
         self._writer.add(PendingSnapshot(hot.head, hot.snapshot))
 
     def _written(self, key: SessionKey, head: SessionHead | None) -> None:
+        self._under_way.pop(key, None)
         hot = self._states.get(key)
         if hot is None or head is None:
             if hot is not None:
-                hot.is_written, hot.used_at = False, self._clock()  # again when it has been idle for a while
+                hot.used_at = self._clock()  # again when it has been idle for a while
                 self._wake_in(self._policy.idle_s)
             return
         if hot.head.created_at == head.created_at:

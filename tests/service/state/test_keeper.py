@@ -231,3 +231,59 @@ def test_R8_states_and_counts_are_those_of_an_unbroken_run(steps: list[tuple[lis
                 await process.drain(grace_s=5.0)
 
     asyncio.run(run())
+
+
+class HeldWrites:
+    """The store's late snapshots wait until they may go."""
+
+    def __init__(self, harness: TurnHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go = asyncio.Event()
+        self._put = harness.store.put_snapshot
+        monkeypatch.setattr(harness.store, "put_snapshot", self.put)
+
+    async def put(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:
+        await self.may_go.wait()
+        return await self._put(key, late)
+
+
+async def test_a_busy_session_has_one_snapshot_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
+        writes = HeldWrites(harness, monkeypatch)
+        while (await newest(harness)).position <= 300:
+            await harness.say(1, 2, 3)
+        writes.may_go.set()
+        await written(harness.turns)
+        head = await newest(harness)
+        assert harness.sample("nsm_snapshots_total", outcome="stored") == 1.0
+        assert 256 < head.snapshot_position < head.position
+
+
+async def test_a_writer_that_falls_behind_drops_the_oldest_snapshots_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1, idle_s=1.0)) as harness:
+        writes = HeldWrites(harness, monkeypatch)
+        keys = [SessionKey("default", f"busy-{number}") for number in range(6)]
+        for number, key in enumerate(keys):
+            await harness.create(key.session_id)
+            await harness.say(number + 1, 2, 3, key=key)
+        keeper, harness.now_s = harness.turns.keeper, 2.0
+        monkeypatch.setattr(keeper._writer, "_max_bytes", 100)  # states have 40 bytes
+        keeper._sweep()
+        await asyncio.sleep(0)  # the newest is with the store, and does not wait any more
+        assert harness.sample("nsm_snapshots_total", outcome="dropped") == 4.0
+        for key in keys:
+            await harness.say(9, key=key)
+        writes.may_go.set()
+        await written(harness.turns)
+        harness.turns = harness.make_turns(harness.backend)  # another process: it has the store alone
+        for number, key in enumerate(keys):
+            head = await harness.store.get(key)
+            assert (head.version, head.num_log_tokens) == (2, 13)
+            await harness.say(5, key=key)
+            read = harness.backend.requests[-1]
+            start = 0 if read.resume is None else read.resume.position
+            assert (start, start + len(read.prompt_ids)) == (head.snapshot_position, 13 + 1)
+            log = await harness.store.read_log(key)
+            assert log[1:4] == (number + 1, 2, 3)
+            assert len(log) == 18
