@@ -18,13 +18,13 @@ class HotState:
     """The state of a session's newest version, as far as this process knows.
 
     `head`: after that version's commit, with the newest stored snapshot. `used_at`: a `time.monotonic()` reading.
-    `is_lent`: of a fork that has had no turn.
+    `is_unused_fork`: of a fork that has had no turn.
     """
 
     head: SessionHead
     snapshot: Snapshot
     used_at: float
-    is_lent: bool = False
+    is_unused_fork: bool = False
 
     @property
     def known(self) -> KnownVersion:

@@ -129,7 +129,7 @@ class StateKeeper:
         if hot.head.num_log_tokens != source.num_log_tokens:
             return  # the copy ends inside the newest turn
         header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
-        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock(), is_lent=True))
+        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock(), is_unused_fork=True))
 
     def offer(self, head: SessionHead, snapshot: Snapshot) -> None:
         """A state of the head that had to be computed: it is stored, if it spares enough."""
@@ -161,7 +161,7 @@ class StateKeeper:
 
     def _is_due(self, hot: HotState) -> bool:
         is_under_way = self._under_way.get(hot.head.key) == hot.head.version
-        return not (is_under_way or hot.is_lent) and hot.num_unsaved > self.limit
+        return not (is_under_way or hot.is_unused_fork) and hot.num_unsaved > self.limit
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version

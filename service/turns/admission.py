@@ -13,7 +13,7 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
-from service.state.lender import with_lent_snapshot
+from service.state.origin import with_origins_snapshot
 from service.state.other_model import other_model, shown_model
 from service.state.rebuild import LostState, read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known, version_conflict
@@ -145,7 +145,7 @@ class TurnAdmission:
                 start = resume_known(held.stored.head, held.hot, model=model, tokenizer=tokenizer)
             else:
                 # in a thread, as at the commit: megabytes and long counts would hold up every other stream
-                stored = await with_lent_snapshot(self.store, held.stored)
+                stored = await with_origins_snapshot(self.store, held.stored)
                 found = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
                 start = found if isinstance(found, ResumedSession) else await self._replay(held.stored.head, found)
         if start.head.num_log_tokens:

@@ -36,7 +36,7 @@ async def fork_session(
     """A running turn of the source does not prevent it, and is not part of it.
 
     At the source's end only the log is copied. The state is in memory, or the first turn borrows a snapshot (see
-    lender.py). From an earlier place, and where a log does not give the same state again, the fork gets a snapshot.
+    origin.py). From an earlier place, and where a log does not give the same state again, the fork gets a snapshot.
 
     Raises NotFound, VersionConflict when the target exists, what `find_end` raises, and what `copy_at` raises.
     """

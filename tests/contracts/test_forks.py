@@ -6,7 +6,7 @@ import pytest
 
 from nsm_core.state.snapshot import Snapshot
 from service.state.copies import create_copy, read_copy
-from service.state.lender import with_lent_snapshot
+from service.state.origin import with_origins_snapshot
 from service.stores.sessions.base import NewSession, Rewind, SessionHead, SessionStore, Shedding, StoredSession
 from service.stores.sessions.key import SessionKey
 from tests.support.committed_sessions import commit_turns
@@ -23,11 +23,11 @@ async def fork(store: SessionStore, key: SessionKey = FORK, *, of: SessionKey = 
     return await create_copy(store, copy, key, metadata={}, ttl_s=None, forked_from=origin)
 
 
-async def lent(store: SessionStore, key: SessionKey = FORK) -> StoredSession:
-    return await with_lent_snapshot(store, await store.load(key))
+async def borrowed(store: SessionStore, key: SessionKey = FORK) -> StoredSession:
+    return await with_origins_snapshot(store, await store.load(key))
 
 
-def assert_lent(stored: StoredSession, head: SessionHead) -> None:
+def assert_borrowed(stored: StoredSession, head: SessionHead) -> None:
     """The fork's own state, with the log from there."""
     assert stored.snapshot is not None
     snapshot, tail = Snapshot.decode(stored.snapshot), stored.tail
@@ -46,8 +46,8 @@ async def test_a_fork_copies_its_log_alone_and_borrows_the_snapshot(store: Sessi
     head = await fork(store)
     assert (await store.usage(tenant="a")).num_bytes - before == 4 * origin.num_log_tokens
     assert (head.version, head.position, head.snapshot_version) == (origin.version, origin.position, 0)
-    stored = await lent(store)
-    assert_lent(stored, head)
+    stored = await borrowed(store)
+    assert_borrowed(stored, head)
     log = await store.read_log(FORK)
     assert Snapshot.decode(stored.snapshot or b"").state == state_after(log[: head.position])
 
@@ -57,7 +57,7 @@ async def test_a_fork_of_a_fork_borrows_from_where_both_come_from(store: Session
     await fork(store)
     key = SessionKey("a", "s3")
     head = await fork(store, key, of=FORK)
-    assert_lent(await lent(store, key), head)
+    assert_borrowed(await borrowed(store, key), head)
 
 
 async def test_a_fork_outlives_its_origin(store: SessionStore) -> None:
@@ -65,7 +65,7 @@ async def test_a_fork_outlives_its_origin(store: SessionStore) -> None:
     log = await store.read_log(ORIGIN)
     await fork(store)
     await store.delete(ORIGIN)
-    stored = await lent(store)
+    stored = await borrowed(store)
     assert (stored.snapshot, stored.damage) == (None, None)
     assert stored.tail is not None
     assert stored.tail.ids == log
@@ -75,9 +75,9 @@ async def test_an_origin_that_went_on_lends_what_both_have_read(store: SessionSt
     origin = await commit_turns(store, FakeBackend())
     head = await fork(store)
     await commit_log(store, origin, model_fingerprint=origin.model_fingerprint)
-    assert_lent(await lent(store), head)
+    assert_borrowed(await borrowed(store), head)
     await commit_log(store, head, new_ids=(9, 9), model_fingerprint=head.model_fingerprint)
-    assert_lent(await lent(store), await store.get(FORK))
+    assert_borrowed(await borrowed(store), await store.get(FORK))
 
 
 @pytest.mark.parametrize("change", ["rewound", "made again", "shed"])
@@ -103,4 +103,4 @@ async def test_an_origin_with_another_log_or_no_snapshot_lends_none(store: Sessi
     else:
         cold = Shedding(unused_for_s=0.0, limit=1, of_model=(origin.model_fingerprint, origin.numerics))
         assert await store.shed_snapshots(cold) == 1
-    assert (await lent(store)).snapshot is None
+    assert (await borrowed(store)).snapshot is None

@@ -145,15 +145,15 @@ async def test_R14_no_turn_is_lost_or_doubled_by_random_kills(
                 talk.is_over = True
             await asyncio.gather(*running)
         async with talks(made, calm_settings, num_replicas=1) as (_, calm):
-            for talk, twin in zip(shaken, calm, strict=True):
+            for talk, other in zip(shaken, calm, strict=True):
                 for expected in talk.answers:
-                    await twin.say()
-                    assert twin.answers[-1] == expected
-    async with opened(store_of(store_settings)) as store, opened(store_of(calm_settings)) as twins:
+                    await other.say()
+                    assert other.answers[-1] == expected
+    async with opened(store_of(store_settings)) as store, opened(store_of(calm_settings)) as calm_store:
         backend, keys = rwkv7_backend(tiny_tokenizer), [SessionKey("default", name) for name in NAMES]
         for key in keys:
-            assert await store.read_log(key) == await twins.read_log(key)
-            assert await store.log_marks(key) == await twins.log_marks(key)
+            assert await store.read_log(key) == await calm_store.read_log(key)
+            assert await store.log_marks(key) == await calm_store.log_marks(key)
         await backend.start()
         assert {one.verdict async for one in verify(store, backend, keys)} <= {"same", "no_state"}
         await backend.stop()

@@ -20,7 +20,7 @@ from service.stores.sessions.retention import RetainedSnapshot
 MAX_GENERATIONS = 8  # forks of forks: an origin without a snapshot asks its own origin
 
 
-async def with_lent_snapshot(store: SessionStore, stored: StoredSession) -> StoredSession:
+async def with_origins_snapshot(store: SessionStore, stored: StoredSession) -> StoredSession:
     """`stored` as if a snapshot that an origin has were its own; as it is where none fits, or it needs none.
 
     Raises what the store raises, but for an origin that is not there or whose log is damaged.
@@ -32,37 +32,39 @@ async def with_lent_snapshot(store: SessionStore, stored: StoredSession) -> Stor
     for _ in range(MAX_GENERATIONS):
         if origin is None or not tail.marks:
             break
-        lender = SessionKey(head.tenant, origin.rpartition("@")[0])
+        ancestor = SessionKey(head.tenant, origin.rpartition("@")[0])
         try:
-            lent = await _lent_by(store, lender, head, tail)
-            if lent is not None:
-                return lent
-            origin = (await store.get(lender)).forked_from
+            borrowed = await _snapshot_of(store, ancestor, head, tail)
+            if borrowed is not None:
+                return borrowed
+            origin = (await store.get(ancestor)).forked_from
         except (NotFound, SnapshotCorrupt):
             break
     return stored
 
 
-async def _lent_by(store: SessionStore, lender: SessionKey, head: SessionHead, tail: LogTail) -> StoredSession | None:
+async def _snapshot_of(
+    store: SessionStore, ancestor: SessionKey, head: SessionHead, tail: LogTail
+) -> StoredSession | None:
     """`tail`: the borrower's whole log."""
-    origin = await store.get(lender)
+    origin = await store.get(ancestor)
     marks = {mark.version: mark for mark in tail.marks}
-    for one in reversed(with_newest(await store.list_retained(lender), origin)):
+    for one in reversed(with_newest(await store.list_retained(ancestor), origin)):
         mark = marks.get(one.version)
         if mark is None or mark.num_log_tokens - one.position not in (0, 1):  # 1: a pending token
             continue
         same = tuple(mark for mark in tail.marks if mark.version <= one.version)
-        is_same = await store.read_log(lender, stop=mark.num_log_tokens) == tail.ids[: mark.num_log_tokens]
-        if not is_same or (await store.log_marks(lender))[: len(same)] != same:
+        is_same = await store.read_log(ancestor, stop=mark.num_log_tokens) == tail.ids[: mark.num_log_tokens]
+        if not is_same or (await store.log_marks(ancestor))[: len(same)] != same:
             continue
-        raw = await store.load_retained(lender, version=one.version)
-        lent = None if raw is None else await asyncio.to_thread(_lend, raw, one, origin, head, tail)
-        if lent is not None:
-            return lent
+        raw = await store.load_retained(ancestor, version=one.version)
+        borrowed = None if raw is None else await asyncio.to_thread(_as_own, raw, one, origin, head, tail)
+        if borrowed is not None:
+            return borrowed
     return None
 
 
-def _lend(
+def _as_own(
     raw: bytes, one: RetainedSnapshot, origin: SessionHead, head: SessionHead, tail: LogTail
 ) -> StoredSession | None:
     """None for a snapshot that is not the origin's, or of another model than the borrower's."""
