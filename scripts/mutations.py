@@ -433,6 +433,7 @@ def main() -> int:
     parser.add_argument("--memory-gib", type=float, default=12.0, help="most data of one process")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="of one run; a longer one counts as killed")
     parser.add_argument("--probes", type=Path, help="read which tests reach which mutation from this file, or make it")
+    parser.add_argument("--tier", choices=("fast", "test"), default="test", help="the last tier that runs")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
     parser.add_argument("--output", type=Path, help="add the table to this file as it grows")
     args = parser.parse_args()
@@ -452,7 +453,7 @@ def main() -> int:
             notes = args.probes.read_text("utf-8")
         for number, mutation in mutations:
             files = files_reaching(number, notes)
-            tier, outcome = _first_tier(runner, mutation, arguments, files)
+            tier, outcome = _first_tier(runner, mutation, arguments, files, has_test_tier=args.tier == "test")
             found[tier] += 1
             text = f"{_line(number, mutation)}\n    {tier}: {outcome.reason or 'SURVIVED'}"
             print(f"{text}, {outcome.seconds:.0f} s", flush=True)
@@ -470,7 +471,12 @@ def files_reaching(number: int, notes: str) -> list[str] | None:
 
 
 def _first_tier(
-    runner: Runner, mutation: Mutation, fast: Sequence[str], reaching: Sequence[str] | None
+    runner: Runner,
+    mutation: Mutation,
+    fast: Sequence[str],
+    reaching: Sequence[str] | None,
+    *,
+    has_test_tier: bool,
 ) -> tuple[str, Outcome]:
     """The first tier that finds a mutation. `reaching`: see `files_reaching`."""
     files = concerned(mutation.path, runner.copy)
@@ -479,7 +485,7 @@ def _first_tier(
         outcome = runner.kills(mutation, [*fast, *near])
     if outcome.reason is not None:
         return "fast", outcome
-    if files:
+    if files and has_test_tier:
         outcome = runner.kills(mutation, [*files, "-n0"], is_after_fast=True)
     return "none" if outcome.reason is None else "test", outcome
 

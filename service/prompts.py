@@ -46,9 +46,7 @@ class PromptEncoder:
         return self.verbatim(prompt, param=param)
 
     def verbatim(self, ids: Sequence[int], *, param: str = "prompt") -> Prompt:
-        """Ids are taken as they are."""
-        if not ids:
-            raise InvalidRequest(f"{param} must hold at least 1 token id, got an empty list", param=param)
+        """Ids, at least one, are taken as they are."""
         self.check_ids(ids, param=param)
         return Prompt(ids=tuple(ids))
 

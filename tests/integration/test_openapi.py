@@ -288,7 +288,7 @@ def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -
     ids = api.ids(path)
 
     @settings(
-        max_examples=scaled(12, 300),
+        max_examples=scaled(6, 300),
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],  # a failure is shown with its request: to make that smaller takes minutes
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from nsm_core.chat_template import ChatMessage, get_template
+from nsm_core.chat_template import ChatMessage, get_template, read_template
 from nsm_core.errors import CheckpointError, InvalidRequest
 
 CHATML = (
@@ -117,3 +119,10 @@ def test_a_template_that_is_of_no_use_or_does_harm_is_refused(source: str, says:
         get_template(source)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_template_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(CheckpointError, match=r"cannot read the chat template '.*chat\.jinja': .*invalid start byte"):
+        read_template(str(file))

@@ -8,7 +8,7 @@ import torch
 from nsm_core.inspection.layer_hooks import hookable_layers, hooked
 from nsm_core.inspection.routing_capture import capture
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.observer import MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
+from nsm_core.model.observer import MAX_SHARE, OBSERVE_EVERY_S, ModelObserver, _figures
 from nsm_core.state.spec import POSITION, State
 from tests.support.fake_meters import FakeClock
 from tests.support.models import random_model, small_config
@@ -74,6 +74,14 @@ def test_a_sparse_router_shows_so() -> None:
     sample(observer, read(model, 10))
     assert all(layer.sparsity >= 0.5 for layer in observer.layers)
     assert all(layer.states_per_token <= 4 for layer in observer.layers)
+
+
+def test_a_token_that_writes_nothing_writes_to_no_state() -> None:
+    weights = torch.tensor([[[0.5, 0.5, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])  # two tokens of one head
+    nothing = torch.zeros(2, 1, 4, dtype=torch.bool)
+    layer = ModelObserver(random_model(small_config(64)))._layers[0]
+    figures = _figures(layer, weights, nothing, None)
+    assert figures.states_per_token == pytest.approx((2 + 0) / 2)
 
 
 def test_observation_leaves_model_and_state_unchanged() -> None:
