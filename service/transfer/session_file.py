@@ -26,6 +26,7 @@ from typing import Any, Literal, NoReturn
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from nsm_core.hashing import CHECKSUM_BYTES, checksum
+from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.state.snapshot import Snapshot, verify
 from service.state.copies import SessionCopy
 from service.stores.sessions.base import LogMark
@@ -38,7 +39,7 @@ _PREFIX = struct.Struct("<8sIIQQ")
 _LOG_FIELDS = ("snapshot_version", "snapshot_position", "numerics", "energy_joules")
 _MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
 _ORIGIN = re.compile(r"[A-Za-z0-9_-]{1,64}@[0-9]{1,19}")
-_MAX_COUNT = 2**63 - 1
+_MAX_COUNT = MAX_TOKEN_COUNT // 2  # versions and counts go on from here: numbers of JSON and Lua end there
 _MAX_SEED = 2**64 - 1
 
 
@@ -146,6 +147,8 @@ def _read(raw: bytes) -> SessionFile:
         snapshot = Snapshot.decode(snapshot_bytes, is_verified=True) if snapshot_bytes else None
     except SnapshotCorrupt as error:
         raise _Unusable(str(error)) from error
+    counts = snapshot.header.sampler.generated_counts if snapshot else {}
+    _require(all(count <= _MAX_COUNT for count in counts.values()), f"a token's count is above {_MAX_COUNT}")
     _require_log(header, log_ids)
     if version == LOG_FORMAT_VERSION:
         _require_older_snapshot(header, snapshot, log_ids)
