@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nsm_core.errors import NsmError, StoreDamaged
+from nsm_core.errors import NsmError, SnapshotCorrupt, StoreDamaged
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -153,10 +153,10 @@ async def check_damaged(server: Gateway, name: str, history: list[Known]) -> Non
 
 
 async def went_on_from(server: Gateway, name: str) -> Log | None:
-    """The log before the newest turn; None where a page that the turn did not read turns out to be damaged."""
+    """The log before the newest turn; None where a part that the turn did not read is refused by name."""
     try:
         _, log = await stored(server, name)
-    except StoreDamaged:
+    except (StoreDamaged, SnapshotCorrupt):
         return None
     return log[: -1 - len(sampled_ids())]
 
