@@ -24,6 +24,7 @@ FIND = (
 LOAD = "SELECT fields, file, text FROM named_states WHERE tenant = ? AND name = ? AND version = ?"
 LIST = "SELECT name, version, fields FROM named_states WHERE tenant = ? ORDER BY name, version DESC"
 DELETE = "DELETE FROM named_states WHERE tenant = ? AND name = ? AND coalesce(?, version) = version"
+VERSIONS = "SELECT version FROM named_states WHERE tenant = ? AND name = ? AND coalesce(?, version) = version"
 USAGE = "SELECT coalesce(sum(num_bytes), 0) FROM named_states WHERE tenant = ?"
 
 
@@ -74,7 +75,15 @@ class SqliteStateStore:
                 empty_write_ahead_log(connection)
             return num_deleted
 
-        return await self._database.write(work)
+        def one_by_one(connection: sqlite3.Connection) -> int:
+            num_deleted = 0
+            for (one,) in connection.execute(VERSIONS, (tenant, name, version)).fetchall():
+                with transaction(connection):
+                    num_deleted += connection.execute(DELETE, (tenant, name, one)).rowcount
+                empty_write_ahead_log(connection)  # deletion overwrites by way of it: it stays small so
+            return num_deleted
+
+        return await self._database.write(work, when_full=one_by_one)
 
     async def usage(self, *, tenant: str) -> int:
         return int(await self._database.read(lambda connection: connection.execute(USAGE, (tenant,)).fetchone()[0]))

@@ -18,6 +18,8 @@ from service.stores.sessions.retention import MAX_RETAINED, Retention
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.ballast import BALLAST_BYTES, SLACK_BYTES, Ballast
 from service.stores.sqlite.schema import CHECKPOINT_PAGES, PAGE_BYTES
+from service.stores.states.base import NewState
+from service.stores.states.sqlite import SqliteStateStore
 from tests.service.stores.sessions.test_sqlite import start_writer
 from tests.support import stored_sessions
 from tests.support.stored_sessions import commit, opened
@@ -299,3 +301,23 @@ async def test_work_that_finds_no_room_runs_again_with_an_empty_log_and_without_
             await store.database.write_new(new)
         assert [has_ballast for _, has_ballast in new.seen] == [True]
         assert path.with_name("sessions.db-ballast").stat().st_size == BALLAST_BYTES
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
+async def test_X29_all_versions_of_a_state_can_be_deleted_from_a_full_disk_and_sessions_go_on(path: Path) -> None:
+    """Together they take more to overwrite than the ballast has."""
+    state = NewState(file=bytes(4 * STATE_FLOATS), model_fingerprint="f", position=1, num_tokens=1, source="text")
+    async with opened(SqliteSessionStore(path)) as store:
+        states = SqliteStateStore(store)
+        head = await commit_turns(store, await stored_sessions.create(store, tenant=TENANT, metadata={}), 1)
+        num_states = 0
+        with pytest.raises(StorageFull):
+            while num_states < 100:
+                await states.add(tenant=TENANT, name="rules", state=state)
+                num_states += 1
+        assert 4 * STATE_FLOATS * num_states > BALLAST_BYTES
+        head = await commit_turns(store, head, 2)
+        assert await states.delete(tenant=TENANT, name="rules") == num_states
+        await states.add(tenant=TENANT, name="rules", state=state)
+        await commit_turns(store, head, 2)
