@@ -1,8 +1,9 @@
-"""One HTTP connection: its limit of memory, and its close while the client still sends."""
+"""One HTTP connection: its limits of memory, and its close while the client still sends."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -17,6 +18,30 @@ from service.web.head_limits import BoundedHead
 MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
 LINGER_S = 30.0  # maximum time for which a closed connection still drops incoming data
 LINGER_IDLE_S = 2.0  # maximum time between two pieces of that data
+MAX_UNREAD_BYTES = 128 * 1024 * 1024  # of all answers that wait for their readers: 25 with a state of 3.8 MB
+
+logger = logging.getLogger("nsm.connections")
+
+
+class UnreadAnswers:
+    """What connections hold for clients that do not read. Each may hold one large answer; if all hold more than
+    `max_bytes`, the one that has waited longest is closed.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: dict[Connection, int] = {}  # bytes, who has waited longest first
+
+    def add(self, connection: Connection, num_bytes: int) -> None:
+        self._held[connection] = num_bytes
+        while len(self._held) > 1 and sum(self._held.values()) > self._max_bytes:
+            slowest = next(iter(self._held))
+            num_lost = self._held.pop(slowest)
+            logger.warning("closed a connection whose client left %d bytes unread: too many wait", num_lost)
+            slowest.transport.abort()
+
+    def remove(self, connection: Connection) -> None:
+        self._held.pop(connection, None)
 
 
 class HeldFlow(FlowControl):
@@ -39,6 +64,7 @@ class ClosingTransport(asyncio.Transport):
         self._transport = transport
         self._close = close
         self._is_closing = is_closing
+        self.largest_write = 0  # bytes, since it was last set to 0: a transport keeps them until the last one is sent
 
     def close(self) -> None:
         self._close()
@@ -47,6 +73,7 @@ class ClosingTransport(asyncio.Transport):
         return self._is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.largest_write = max(self.largest_write, len(data))
         self._transport.write(data)
 
     def abort(self) -> None:
@@ -85,7 +112,11 @@ class Connection(BoundedHead):
 
     Lingering close: a socket that is closed with unread bytes in it resets the connection, and the client loses the
     answer. So while the client still sends, only the sending half is closed, and incoming data is dropped.
+
+    `unread`: of all connections of a server.
     """
+
+    unread = UnreadAnswers(MAX_UNREAD_BYTES)
 
     _is_receiving = False  # a request has begun and is not complete
     _is_cut = False  # further input on this connection is dropped
@@ -95,7 +126,8 @@ class Connection(BoundedHead):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport
-        self.transport = ClosingTransport(transport, self._close, self._is_closing)
+        self._written = ClosingTransport(transport, self._close, self._is_closing)
+        self.transport = self._written
         self.flow = HeldFlow(transport, lambda: bool(self.pipeline) and not self._is_lingering())
 
     def data_received(self, data: bytes) -> None:
@@ -108,8 +140,18 @@ class Connection(BoundedHead):
         for timer in (self._linger_end, self._linger_idle):
             if timer is not None:
                 timer.cancel()
+        self.unread.remove(self)
         self.pipeline.clear()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread.add(self, self._written.largest_write)
+
+    def resume_writing(self) -> None:
+        self.unread.remove(self)
+        self._written.largest_write = 0
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         self._is_receiving = True
@@ -169,7 +211,9 @@ class Connection(BoundedHead):
         self._linger_idle = self.loop.call_later(LINGER_IDLE_S, self._socket.close)
 
 
-def connection_class(head_s: float) -> type[Connection]:
-    """A protocol for `uvicorn.Config(http=…)`. `head_s`: seconds that a request's head may take."""
-    fields: dict[str, Any] = {"head_s": head_s}
+def connection_class(head_s: float, *, max_unread_bytes: int = MAX_UNREAD_BYTES) -> type[Connection]:
+    """A protocol for `uvicorn.Config(http=…)`. `head_s`: seconds that a request's head may take; `max_unread_bytes`:
+    see UnreadAnswers.
+    """
+    fields: dict[str, Any] = {"head_s": head_s, "unread": UnreadAnswers(max_unread_bytes)}
     return type("Connection", (Connection,), fields)

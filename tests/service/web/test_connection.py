@@ -118,6 +118,30 @@ async def test_X3_the_body_of_a_waiting_request_is_not_read_on(client: RawClient
     assert await client.status() == 413
 
 
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    length = (b"content-length", str(LARGE).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": bytes(LARGE), "more_body": False})
+
+
+LARGE = 32 * MB  # more than the buffers of two sockets
+
+
+async def test_X30_of_answers_that_nobody_reads_the_oldest_goes_when_all_are_too_many() -> None:
+    protocol = connection_class(LATE, max_unread_bytes=3 * LARGE)
+    async with serving(large, http=protocol, lifespan="off") as url, contextlib.AsyncExitStack() as stack:
+        clients = []
+        for _ in range(8):
+            client = await stack.enter_async_context(connect(url))
+            await client.send(GET)
+            assert await client.status() == 200  # its answer is written, and most of it waits
+            clients.append(client)
+        oldest, newest = clients[0], clients[-1]
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(oldest.reader.readexactly(LARGE), LATE)
+        assert len(await asyncio.wait_for(newest.reader.readexactly(LARGE), LATE)) == LARGE
+
+
 @pytest.mark.parametrize("size", [100, 8_400_000])
 async def test_X7_an_answer_before_the_body_was_read_reaches_a_client_that_closes(
     url: str, application: Application, size: int
