@@ -17,13 +17,15 @@ from service.batches.input_lines import InputLine
 from service.deps import Arrival, Services, TenantScope
 from service.generate.chat import open_chat
 from service.generate.completions import open_completion
+from service.generate.embeddings import open_embeddings
 from service.responses.create import open_response
 from service.schemas.chat import ChatBody
 from service.schemas.completions import CompletionBody
+from service.schemas.embeddings import EmbeddingsBody
 from service.schemas.responses import CreateResponseBody
 from service.web.errors import answer, report
 
-Body = TypeVar("Body", ChatBody, CompletionBody, CreateResponseBody)
+Body = TypeVar("Body", ChatBody, CompletionBody, CreateResponseBody, EmbeddingsBody)
 
 PASSING = (Overloaded, RateLimited, SessionBusy, StorageFull, StoreUnavailable)  # a later try may succeed
 RETRY_S = 0.5
@@ -119,13 +121,19 @@ def _read(kind: type[Body], value: dict[str, Any]) -> Body:
         body = kind.model_validate(value)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
-    if body.stream:
+    if getattr(body, "stream", False):
         raise InvalidRequest("stream is not for a line of a batch", param="stream")
     return body
+
+
+async def _open_embeddings(request: LineRequest, arrival: Arrival) -> Answer:
+    body = _read(EmbeddingsBody, request.line.body)
+    return await open_embeddings(request.services, request.tenant, body, arrival)
 
 
 OPENERS: dict[str, Callable[[LineRequest, Arrival], Awaitable[Answer]]] = {
     "/v1/chat/completions": _open_chat,
     "/v1/completions": _open_completion,
     "/v1/responses": _open_response,
+    "/v1/embeddings": _open_embeddings,
 }

@@ -411,3 +411,20 @@ class BatchPage(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class EmbeddingAnswer(BaseModel):
+    """The vector of one text: numbers, or little-endian fp32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(BaseModel):
+    """The vectors in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[EmbeddingAnswer]
+    model: str
+    usage: Object

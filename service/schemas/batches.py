@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -12,7 +12,7 @@ from service.schemas.sessions import Metadata
 from service.web.errors import shown
 
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000  # as OpenAI has them: an hour, 30 days
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 
 
 class ExpiresAfter(RequestBody):
@@ -34,7 +34,7 @@ class CreateBatchBody(RequestBody):
     @field_validator("endpoint", mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        known = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+        known = get_args(Endpoint)
         if value not in known:
             message = f"endpoint must be one of {', '.join(known)}, got {shown(value)}"
             raise InvalidRequest(message, param="endpoint")

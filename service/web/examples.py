@@ -38,6 +38,7 @@ REQUESTS: Mapping[str, dict[str, Any]] = {
     "ForkBody": {"id": "harbour-2", "version": 1},
     "RewindBody": {"to_version": 1},
     "CreateStateBody": {"name": "sailor", "messages": [{"role": "system", "content": "You are a sailor."}]},
+    "EmbeddingsBody": {"input": ["The old house", "The harbour"], "dimensions": 4},
     "CreateBatchBody": {
         "input_file_id": "file-4f1d0c7c3c1b4f0d9d6f1f0a2b3c4d5e",
         "endpoint": "/v1/completions",
@@ -320,6 +321,12 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
         "first_id": "batch_51f1a2c6d7e84b0f9a3c2d1e0f9a8b7c",
         "last_id": "batch_51f1a2c6d7e84b0f9a3c2d1e0f9a8b7c",
         "has_more": False,
+    },
+    "EmbeddingsAnswer": {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -0.5, 0.5, 0.5]}],
+        "model": "pulse-books",
+        "usage": {"prompt_tokens": 4, "total_tokens": 4},
     },
     "DeletedAnswer": {"id": "harbour", "object": "session.deleted", "deleted": True},
     "ModelPage": {"object": "list", "data": [MODEL]},

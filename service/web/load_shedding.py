@@ -18,7 +18,7 @@ from service.backends.base import InferenceBackend
 from service.web.errors import answer
 
 # POST there needs the engine. A session's turn may be a retry, which only its body shows, so it is refused later.
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"})
 NEEDING_MEMORY = (*sorted(GENERATING), "/generate", "/import")
 
 

@@ -115,6 +115,7 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", f"{STATE}/export"): [(None, {})],
     ("POST", "/v1/states/import"): [(FILE, {"name": "imported"})],
     ("GET", "/v1/streams/{stream_id}"): [(None, {"starting_after": "1"})],
+    ("POST", "/v1/embeddings"): [({"input": ["Hi", "Ho"], "encoding_format": "base64", "dimensions": 8}, {})],
     ("POST", "/v1/files"): [(FORM, {})],
     ("GET", "/v1/files"): [(None, {"limit": "2", "purpose": "batch", "order": "asc"})],
     ("GET", UPLOAD): [(None, {})],

@@ -52,7 +52,12 @@ async def content(server: Gateway, file_id: str | None) -> dict[str, dict[str, A
 
 async def test_each_line_is_answered_as_its_endpoint_answers(server: Gateway) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    bodies: dict[str, Any] = {"/v1/completions": BODY, "/v1/chat/completions": chat, "/v1/responses": {"input": "Hi"}}
+    bodies: dict[str, Any] = {
+        "/v1/embeddings": {"input": "Hi"},
+        "/v1/completions": BODY,
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"input": "Hi"},
+    }
     for endpoint, body in bodies.items():
         made = await begin(server, input_of(*[body] * 3, url=endpoint), endpoint=endpoint, metadata={"a": "b"})
         batch = await ended(server, made)

@@ -1,0 +1,55 @@
+"""The body of POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from nsm_core.errors import InvalidRequest
+from service.schemas.common import MAX_TOKEN_IDS, RequestBody
+from service.web.errors import shown
+
+MAX_INPUTS = 256
+MAX_DIMENSIONS = 4096
+DEFAULT_DIMENSIONS = 1024
+IDS = {"type": "array", "items": {"type": "integer"}}
+INPUT_SCHEMA = {
+    "description": f"a text or token ids, or a list of at most {MAX_INPUTS} of them",
+    "anyOf": [
+        {"type": "string"},
+        IDS,
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": IDS},
+    ],
+}
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _check_input(value: Any) -> Any:
+    """Raises InvalidRequest for what is neither one input nor a list of them, and for empty ones."""
+    inputs = value if isinstance(value, list) and not _is_ids(value) else [value]
+    if not 0 < len(inputs) <= MAX_INPUTS:
+        raise InvalidRequest(f"input must be 1 to {MAX_INPUTS} texts, got {len(inputs)}", param="input")
+    for one in inputs:
+        if not (isinstance(one, str) and one) and not _is_ids(one):
+            message = f"input must be a text, token ids, or a list of these, none of them empty, got {shown(one)}"
+            raise InvalidRequest(message, param="input")
+        if len(one) > MAX_TOKEN_IDS and not isinstance(one, str):
+            raise InvalidRequest(f"input must have at most {MAX_TOKEN_IDS} token ids, got {len(one)}", param="input")
+    return inputs
+
+
+class EmbeddingsBody(RequestBody):
+    """Texts whose states become vectors."""
+
+    ignored: ClassVar = {"user": str}
+
+    model: str | None = None
+    input: Annotated[Any, AfterValidator(_check_input), WithJsonSchema(INPUT_SCHEMA)]
+    dimensions: int = Field(default=DEFAULT_DIMENSIONS, ge=1, le=MAX_DIMENSIONS)
+    encoding_format: Literal["float", "base64"] = "float"
+    timeout: float | None = Field(default=None, gt=0, description="seconds this request may take")
