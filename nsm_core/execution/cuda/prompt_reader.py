@@ -19,6 +19,9 @@ from nsm_core.state.spec import State
 # Recorded numbers of tokens and rows. A prompt is padded to the next size, which does not change its bits.
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 ROWS = (1, 2, 4, 8, 16, 32)
+# Of more short prompts than a graph has rows, so many rows are read at a time: other batches would make launches of
+# their own, and compile kernels for their shapes while others wait.
+LONGEST_IN_PARTS = 256
 MAX_RECORDED_TOKENS = 16384  # with padding; beyond it the device takes longer than Python's launches
 # Tokens of one call, over all rows: more keep the device busy, and take memory.
 PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
@@ -56,9 +59,12 @@ class PromptReader:
     def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """Row rows[i] reads all of ids[i]: hidden [len(ids[i]), d] of each."""
         size = self._size(rows, ids)
-        if size is None:
+        if size is not None:
+            return self._replay(size, rows, ids)
+        if self._memory is None or len(rows) <= ROWS[-1] or max(map(len, ids)) > LONGEST_IN_PARTS:
             return self._read_at_once(rows, ids)
-        return self._replay(size, rows, ids)
+        parts = [slice(at, at + ROWS[-1]) for at in range(0, len(rows), ROWS[-1])]
+        return [hidden for part in parts for hidden in self.read(rows[part], ids[part])]
 
     def record_all(self) -> None:
         """Records every size now, not at its first use."""
