@@ -9,7 +9,7 @@ Up to three states of a request are stored:
 
 A state is stored only if a minimum gap separates it from the one before. The gap is MIN_TOKENS where beginnings are
 known to come back: two prompts parted here, or this one resumed from a stored state. Elsewhere it is `min_tokens`,
-because the end of an ordinary prompt may never be used again.
+because the end of an ordinary prompt may never be used again. On a GPU both are GPU_MIN_TOKENS at least.
 
 The cache never fails a request and never delays one: a store that does not answer is a miss, and writes run apart.
 """
@@ -39,6 +39,8 @@ logger = logging.getLogger("nsm.prefixes")
 
 LOOKUP_S = 0.5  # a store that takes longer is a miss
 SWEEP_S = 60.0
+# A GPU reads so many tokens while one state is copied to the host (`python -m benchmarks.gpu_ahead`, `gpu_decode`)
+GPU_MIN_TOKENS = 1024
 
 NextText = Callable[[str], str]
 SaveState = Callable[[PromptState | EndState], None]
@@ -141,14 +143,19 @@ class PrefixResume:
         if writer is None or not is_wanted:
             self._metrics.prefixes.resumed("off")
             return Start(ids=ids)
-        resume, positions, min_gap = None, [], self._min_tokens
+        resume, positions = None, []
+        min_gap, min_known_gap = self._min_gaps()
         if len(ids) > MIN_TOKENS:
             digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
             resume = await self._find(tenant, digests)
-            min_gap = MIN_TOKENS if resume else min_gap
+            min_gap = min_known_gap if resume else min_gap
             shared = self._sightings.record(tenant, digests)
             positions = _positions_to_store(
-                resumed=resume.position if resume else 0, shared=shared, end=len(ids), min_gap=min_gap
+                resumed=resume.position if resume else 0,
+                shared=shared,
+                end=len(ids),
+                min_gap=min_gap,
+                min_known_gap=min_known_gap,
             )
         else:
             self._metrics.prefixes.resumed("short")
@@ -162,6 +169,12 @@ class PrefixResume:
 
         has_end = len(ids) + max_tokens - last >= min_gap
         return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save)
+
+    def _min_gaps(self) -> tuple[int, int]:
+        """In tokens, before a state that may never be used, and before one where beginnings are known to come back."""
+        if self._backend.model.numerics.startswith("cuda"):
+            return max(self._min_tokens, GPU_MIN_TOKENS), GPU_MIN_TOKENS
+        return self._min_tokens, MIN_TOKENS
 
     async def _find(self, tenant: str, digests: PromptDigests) -> Resume | None:
         """The longest stored beginning that leaves something to read; None for whatever reason there is none."""
@@ -234,10 +247,10 @@ class PrefixResume:
                 self._breaker.failed(error)
 
 
-def _positions_to_store(*, resumed: int, shared: int, end: int, min_gap: int) -> list[int]:
+def _positions_to_store(*, resumed: int, shared: int, end: int, min_gap: int, min_known_gap: int) -> list[int]:
     """Positions in a prompt whose states are stored: the end only `min_gap` tokens or more after the one before."""
     positions: list[int] = []
-    for position, least in ((shared, MIN_TOKENS), (end, min_gap)):
+    for position, least in ((shared, min_known_gap), (end, min_gap)):
         if position - (positions[-1] if positions else resumed) >= least:
             positions.append(position)
     return positions
