@@ -56,10 +56,10 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 class Server:
     """A checkout's server."""
 
-    def __init__(self, name: str, root: Path, step_ms: float, *, store: str = "memory") -> None:
+    def __init__(self, name: str, root: Path, step_ms: float, *, store: str = "memory", is_split: bool = False) -> None:
         self.name = name
         command = [sys.executable, str(root / SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
-        command += ["--store", store]
+        command += ["--store", store, *(["--split"] if is_split else [])]
         environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(
             command, cwd=root, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -220,10 +220,10 @@ def compare(args: argparse.Namespace, name: str, step_ms: float) -> dict[str, An
     """All endpoints of one way that tokens come."""
     result: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        servers = [Server("this", HERE.parent.parent, step_ms)]
+        servers = [Server("this", HERE.parent.parent, step_ms, is_split=args.split)]
         stack.callback(servers[0].stop)
         if args.against is not None:
-            servers.insert(0, Server("against", args.against.resolve(), step_ms))
+            servers.insert(0, Server("against", args.against.resolve(), step_ms, is_split=args.split))
             stack.callback(servers[0].stop)
         for endpoint in args.endpoints:
             used = servers[-1:] if endpoint in ("bare", "starlette") else servers
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=10.0, help="of a paced engine")
+    parser.add_argument("--split", action="store_true", help="the engine in a process of its own, as with workers")
     args = parser.parse_args()
     head = f"{'':<28} {'cpu us':>7} {'range':^13} {'loop':>7} {'engine':>7} {'frames':>6} {'tok/cpu-s':>9} {'tok/s':>8}"
     print(head)

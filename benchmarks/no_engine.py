@@ -11,12 +11,18 @@ import asyncio
 import collections
 import dataclasses
 import json
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import psutil
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 
@@ -34,6 +40,7 @@ class NoEngine:
         self._step_s = step_s
         self._stats = EngineStats(max_slots=1024)
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
+        self._tagged = TaggedRows(self._ids)
         self.grammars = grammars(tokenizer)
         self.interrupt = threading.Event()  # which nothing waits for: steps here are short
 
@@ -47,16 +54,24 @@ class NoEngine:
     def stats(self) -> Any:
         return dataclasses.replace(self._stats)
 
-    def add(self, request: Any, **options: Any) -> None:
+    def add(self, request: Any, *, tag: int | None = None, **options: Any) -> None:
         from nsm_core.engine.output import OutputStream
 
-        self._running[request.request_id] = (request, OutputStream(self._tokenizer, request.sampling), [])
+        is_tagged = tag is not None and request.has_free_text
+        output = OutputStream(self._tokenizer, request.sampling, **({"has_text": False} if is_tagged else {}))
+        self._running[request.request_id] = (request, output, [])
+        if is_tagged and self._step_s:
+            self._tagged.open(request.request_id, tag, request.sampling.max_tokens)
+
+    def take_tokens(self) -> Any:
+        return self._tagged.take()
 
     def cancel(self, request_id: str) -> None:
         from nsm_core.engine.request import FinishReason
 
         if request_id in self._running:
             self._running[request_id][2].append(-1)
+            self._tagged.end(request_id)
             self._ended = FinishReason.ABORT
 
     def abort_all(self) -> list[tuple[str, Any]]:
@@ -66,7 +81,7 @@ class NoEngine:
         if self._step_s and self._running:
             time.sleep(self._step_s)
         events: list[tuple[str, Any]] = []
-        for request_id in list(self._running):
+        for request_id in self._tagged.step(self._running):
             num_new = 1 if self._step_s else self._running[request_id][0].sampling.max_tokens
             events += self._advance(request_id, num_new)
         return events
@@ -75,12 +90,14 @@ class NoEngine:
         from nsm_core.engine.request import TokenEvent
 
         request, output, sampled = self._running[request_id]
+        self._tagged.fill(request_id, sampled)
         if sampled and sampled[-1] < 0:
             yield self._finish(request_id, "abort")
             return
         for _ in range(num_new):
             token_id = self._ids[len(sampled) % len(self._ids)]
             sampled.append(token_id)
+            self._tagged.count(request_id)
             text = output.feed_plain(token_id)  # as the real engine does for tokens that only add text
             yield request_id, TokenEvent(index=len(sampled), token_id=token_id, text=text)
         if len(sampled) == request.sampling.max_tokens:
@@ -90,6 +107,7 @@ class NoEngine:
         from nsm_core.engine.request import EndState, Finished, FinishReason
 
         request, output, sampled = self._running.pop(request_id)
+        self._tagged.close(request_id)
         end, cached = None, 0 if request.resume is None else request.resume.position
         if request.keep_state and reason == "length":
             new_ids = (*request.prompt_ids, *sampled)
@@ -107,6 +125,65 @@ class NoEngine:
         return request_id, finished
 
 
+class TaggedRows:
+    """Requests whose plain tokens are reported as arrays, as `TokenRows` has them."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = np.array(ids)
+        self._tags, self._counts, self._limits = np.full(1024, -1), np.zeros(1024, int), np.zeros(1024, int)
+        self._rows: dict[str, int] = {}
+        self._names = [""] * 1024
+        self._free = list(range(1024))
+        self._plain: Any = np.zeros(1024, bool)
+
+    def open(self, request_id: str, tag: int, limit: int) -> None:
+        row = self._rows[request_id] = self._free.pop()
+        self._names[row] = request_id
+        self._tags[row], self._counts[row], self._limits[row] = tag, 0, limit
+
+    def close(self, request_id: str) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._tags[row] = -1
+            self._free.append(row)
+
+    def end(self, request_id: str) -> None:
+        """The request has no further plain token."""
+        if request_id in self._rows:
+            self._limits[self._rows[request_id]] = 0
+
+    def step(self, running: dict[str, Any]) -> list[str]:
+        """Begins a step. Returns the ids of `running` that get an event, not a plain token."""
+        is_open = self._tags >= 0
+        self._plain = is_open & (self._counts > 0) & (self._counts < self._limits - 1)
+        others = [self._names[row] for row in np.flatnonzero(is_open & ~self._plain).tolist()]
+        return others if len(running) == len(self._rows) else [*others, *(running.keys() - self._rows.keys())]
+
+    def take(self) -> list[Any]:
+        from nsm_core.engine.token_rows import TokenBatch
+
+        if not self._plain.any():
+            return []
+        counts = self._counts[self._plain]
+        batch = TokenBatch(self._tags[self._plain], self._ids[counts % len(self._ids)])
+        self._counts[self._plain] += 1
+        self._plain[:] = False
+        return [batch]
+
+    def count(self, request_id: str) -> None:
+        """A token was an event."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._counts[row] += 1
+
+    def fill(self, request_id: str, sampled: list[int]) -> None:
+        """Adds to `sampled` what was reported as arrays."""
+        row = self._rows.get(request_id)
+        if row is not None and not (sampled and sampled[-1] < 0):
+            missing = np.arange(len(sampled), self._counts[row])
+            sampled += self._ids[missing % len(self._ids)].tolist()
+
+
 class NoBackend:
     """An InferenceBackend over NoEngine."""
 
@@ -119,6 +196,7 @@ class NoBackend:
         self.tokenizer = BpeTokenizer.load(tokenizer)
         self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s), **pace())  # type: ignore[arg-type]
         self.start, self.stop, self.submit = self.engine.start, self.engine.stop, self.engine.submit
+        self.listen_tokens = getattr(self.engine, "listen_tokens", None)
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
         self.require_room = getattr(self.engine, "require_room", None)  # which older checkouts do not ask for
         self.max_requests = 1024
@@ -200,7 +278,55 @@ class Ceiling:
         yield b"data: [DONE]\n\n"
 
 
-def serve(tokenizer: Path, step_ms: float, store: str) -> None:
+def serve_engine(tokenizer: Path, step_ms: float, path: str) -> None:
+    """The engine alone, behind a Unix socket, until the standard input ends."""
+    import uvicorn
+
+    from service.backends.process.server import EngineServer
+
+    async def main() -> None:
+        backend: Any = NoBackend(tokenizer, step_ms / 1e3)
+        await backend.start()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+            sock.listen()
+            server = EngineServer(backend)
+            await server.serve(sock)
+            freeze()
+            print("ready", flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+            await backend.stop()
+            await server.stop()
+
+    with asyncio.Runner(loop_factory=uvicorn.Config(app="").get_loop_factory()) as runner:
+        runner.run(main())
+
+
+class EngineProcess:
+    """This file once more, as the engine's process."""
+
+    def __init__(self, tokenizer: Path, step_ms: float) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self.path = Path(self._directory.name) / "engine.sock"
+        command = [sys.executable, __file__, "--tokenizer", str(tokenizer), "--step-ms", str(step_ms)]
+        self._process = subprocess.Popen(
+            [*command, "--engine", str(self.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if self._process.stdout is None or not self._process.stdout.readline():
+            raise RuntimeError("the engine's process did not start")
+
+    def cpu_s(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
+    def stop(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(30)
+        self._directory.cleanup()
+
+
+def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> None:
     """Prints the port, then answers each line of standard input with one of JSON."""
     import uvicorn
 
@@ -211,7 +337,8 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
 
     configure_logging("warning")
     settings = Settings(prefix_cache_mb=0, store=store, port=0, log_level="warning", data_dir=Path("unused"))
-    backend: Any = NoBackend(tokenizer, step_ms / 1e3)
+    engine = EngineProcess(tokenizer, step_ms) if is_split else None
+    backend: Any = NoBackend(tokenizer, step_ms / 1e3) if engine is None else reach(engine.path, settings)
     app = create_app(settings, backend, make_store(settings))
     config = uvicorn_config(app)
     config.app = Ceiling(app)
@@ -223,7 +350,8 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
 
             def answer() -> None:
                 for _ in sys.stdin:
-                    clocks = {"loop_s": time.clock_gettime(loop_clock), "process_s": time.process_time()}
+                    elsewhere_s = 0.0 if engine is None else engine.cpu_s()
+                    clocks = {"loop_s": time.clock_gettime(loop_clock), "process_s": time.process_time() + elsewhere_s}
                     print(json.dumps(clocks), flush=True)
                 server.should_exit = True
 
@@ -237,6 +365,15 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
 
     with bind("127.0.0.1", 0) as sock, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(main(sock))
+    if engine is not None:
+        engine.stop()
+
+
+def reach(path: Path, settings: Any) -> Any:
+    """The backend of a worker."""
+    from service.backends.process.backend import ProcessBackend
+
+    return ProcessBackend(path, max_interval_s=settings.stream_interval_ms / 1e3)
 
 
 if __name__ == "__main__":
@@ -244,5 +381,10 @@ if __name__ == "__main__":
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--store", default="memory")
+    parser.add_argument("--split", action="store_true", help="the engine in a process of its own")
+    parser.add_argument("--engine", help="be that process, on a socket of this path")
     given = parser.parse_args()
-    serve(given.tokenizer, given.step_ms, given.store)
+    if given.engine is not None:
+        serve_engine(given.tokenizer, given.step_ms, given.engine)
+    else:
+        serve(given.tokenizer, given.step_ms, given.store, is_split=given.split)
