@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import NsmError
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
@@ -84,7 +86,8 @@ def _run_engine(settings: Settings, fd: int) -> None:
             await backend.stop()
             await server.stop()
 
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=uvicorn.Config(app="").get_loop_factory()) as runner:
+            runner.run(serve())
         if not backend.is_alive():
             os._exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,14 +32,14 @@ class ActiveRequests:
         self.by_id: dict[str, RunningSequence] = {}
         self.running: dict[int, RunningSequence] = {}
         self._cancelled: set[str] = set()
-        self._with_deadline: set[str] = set()
+        self._first_deadline = math.inf  # of all requests, or earlier
 
     def add(self, sequence: RunningSequence) -> None:
         """Adds a waiting request."""
         request = sequence.request
         self.by_id[request.request_id] = sequence
         if request.deadline is not None:
-            self._with_deadline.add(request.request_id)
+            self._first_deadline = min(self._first_deadline, request.deadline)
 
     def start(self, slot: int, sequence: RunningSequence) -> None:
         """The request leaves the queue for `slot`. Raises what the first listener raises; then it still waits."""
@@ -51,7 +52,6 @@ class ActiveRequests:
         """Removes a request that ends."""
         request_id = sequence.request.request_id
         del self.by_id[request_id]
-        self._with_deadline.discard(request_id)
         if sequence.slot is not None:
             del self.running[sequence.slot]
             for listener in self._listeners:
@@ -71,7 +71,7 @@ class ActiveRequests:
 
     def pop_ended(self, now: float) -> list[tuple[RunningSequence, DeadlineExceeded | None]]:
         """Requests cancelled since the last call, and, with an error, requests whose deadline has passed."""
-        if not self._cancelled and not self._with_deadline:
+        if not self._cancelled and now < self._first_deadline:
             return []
         ended: list[tuple[RunningSequence, DeadlineExceeded | None]] = []
         for request_id, sequence in self.by_id.items():
@@ -82,6 +82,8 @@ class ActiveRequests:
                 error = DeadlineExceeded(f"the deadline passed after {len(sequence.sampled)} tokens")
                 ended.append((sequence, error))
         self._cancelled.clear()
+        later = [sequence.request.deadline for sequence in self.by_id.values()]
+        self._first_deadline = min((at for at in later if at is not None and at > now), default=math.inf)
         return ended
 
     def in_plan(self, plan: Plan) -> list[RunningSequence]:

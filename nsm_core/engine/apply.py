@@ -19,6 +19,7 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.shared_prompts import SharedPrompts
 from nsm_core.engine.speculation import Drafts, Speculation
 from nsm_core.engine.step_stats import StepStats
+from nsm_core.engine.token_rows import TokenBatch, TokenRows
 from nsm_core.errors import GrammarFailed, NsmError, StepFailed
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.result import NOT_FINITE, SampledToken
@@ -43,14 +44,22 @@ class ResultApplier:
         stats: StepStats,
         speculation: Speculation,
         blockers: OverlapBlockers,
+        token_rows: TokenRows,
         tokenizer: Tokenizer,
         clock: Callable[[], float],
     ) -> None:
         self._active, self._scheduler, self._runner, self._stats = active, scheduler, runner, stats
         self._shared = shared
         self._speculation, self._blockers = speculation, blockers
+        self._token_rows = token_rows
+        self._batches: list[TokenBatch] = []
         self._tokenizer, self._clock = tokenizer, clock
         self._last_end_at = 0.0  # end of the last step that was in flight, by the monotonic clock
+
+    def take_tokens(self) -> list[TokenBatch]:
+        """Plain tokens since the last call."""
+        batches, self._batches = self._batches, []
+        return batches
 
     def seconds_of(self, step: InFlightStep) -> float:
         """The time that a step in flight has taken so far; it starts when the step before it has ended."""
@@ -84,7 +93,7 @@ class ResultApplier:
         self._blockers.refresh(self._active.running)
 
     def apply_in_flight(
-        self, step: InFlightStep, ids: Sequence[int], following: InFlightStep | None, events: Events
+        self, step: InFlightStep, ids: npt.NDArray[np.int64], following: InFlightStep | None, events: Events
     ) -> None:
         """The `ids` of a step that was in flight; `following` still is."""
         running = self._active.running
@@ -94,11 +103,16 @@ class ResultApplier:
             if chunk.slot in step.prompt_states and running.get(chunk.slot) is step.sequences[chunk.slot]:
                 self._add_prompt_state(chunk, self._runner.pack_copy(step.prompt_states[chunk.slot]))
         self._shared.hand_out(step.plan, step.sequences)
-        for slot, token_id in zip(step.slots, ids, strict=True):
+        is_plain = self._token_rows.take_plain(step.rows, step.tags, ids)
+        if is_plain.any():
+            self._batches.append(TokenBatch(step.tags[is_plain], ids[is_plain]))
+            self._stats.counters.tokens_generated += len(self._batches[-1].ids)
+        for index in np.flatnonzero(~is_plain).tolist():
+            slot, token_id = step.slots[index], int(ids[index])
             sequence = step.sequences[slot]
             if running.get(slot) is not sequence or slot in step.paused:
                 continue  # it ended, and the slot may be another's; or it skipped the step
-            sequence.num_in_flight -= 1
+            sequence.landed()
             if not self._append_plain(sequence, token_id, events):
                 self._append_in_flight(slot, token_id, following, events)
 

@@ -13,12 +13,13 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_rows import TokenBatch
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.compiler import CompilePool
 from nsm_core.grammars.grammar import Grammar
@@ -41,6 +42,7 @@ class _Submit:
     request: GenerationRequest
     at: float
     matcher: TokenMatcher | None = None
+    tag: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class AsyncEngine:
         self._inbox = _Inbox(engine.interrupt.set)
         self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
+        self._token_listener: Callable[[TokenBatch], None] | None = None
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = asyncio.Event()
@@ -133,8 +136,15 @@ class AsyncEngine:
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle:
-        """Queues a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
+    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None:
+        """`listener` gets plain tokens of tagged requests, on the loop, instead of their handles. Before `start`."""
+        self._token_listener = listener
+
+    def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle:
+        """Queues a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt.
+
+        `tag`: see Engine.add.
+        """
         if request.request_id in self._handles:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         self.require_room()
@@ -145,16 +155,16 @@ class AsyncEngine:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
         if request.sampling.grammar is None:
-            self._inbox.put(_Submit(request, time.monotonic()))
+            self._inbox.put(_Submit(request, time.monotonic(), tag=tag))
         else:
-            self._submit_compiled(handle, request.sampling.grammar)
+            self._submit_compiled(handle, request.sampling.grammar, tag)
         return handle
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Returns when the grammar stands. Raises InvalidRequest or Overloaded."""
         await self._compiling.check(grammar)
 
-    def _submit_compiled(self, handle: GenerationHandle, grammar: Grammar) -> None:
+    def _submit_compiled(self, handle: GenerationHandle, grammar: Grammar, tag: int | None) -> None:
         """Neither this loop nor the engine's thread waits for the grammar, and nothing is sampled before it stands."""
         loop, arrival = asyncio.get_running_loop(), time.monotonic()
 
@@ -167,7 +177,7 @@ class AsyncEngine:
                 handle.fail(error)
                 self._handles.pop(handle.request.request_id, None)
             else:
-                self._inbox.put(_Submit(handle.request, arrival, compiled.result()))
+                self._inbox.put(_Submit(handle.request, arrival, compiled.result(), tag))
 
         def call_loop(compiled: concurrent.futures.Future[TokenMatcher]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed before: no reader is left
@@ -230,13 +240,13 @@ class AsyncEngine:
                 events += self._add(command)
         events += self._engine.abort_all() if is_closed else self._engine.step()
         self._stats = self._engine.stats()
-        self._post(events)
+        self._post(events, [] if self._token_listener is None else self._engine.take_tokens())
         self._after_step()
         return not is_closed
 
     def _add(self, command: _Submit) -> Events:
         try:
-            self._engine.add(command.request, arrival=command.at, matcher=command.matcher)
+            self._engine.add(command.request, arrival=command.at, matcher=command.matcher, tag=command.tag)
         except NsmError as error:
             return self._refuse(command, error)
         except Exception as error:  # of one request: the others must not end with it
@@ -248,9 +258,9 @@ class AsyncEngine:
     def _refuse(command: _Submit, error: NsmError) -> Events:
         return [(command.request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
 
-    def _post(self, events: Events) -> None:
-        if events and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, events)
+    def _post(self, events: Events, tokens: Sequence[TokenBatch]) -> None:
+        if (events or tokens) and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, events, tokens)
 
     def _call_loop_end(self, end: EngineDead) -> None:
         if self._loop is None:
@@ -261,8 +271,11 @@ class AsyncEngine:
             # The loop was closed before: no reader is left
             logger.warning("the engine's event loop ended before the engine")
 
-    def _deliver(self, events: Events) -> None:
+    def _deliver(self, events: Events, tokens: Sequence[TokenBatch]) -> None:
         """On the loop."""
+        for batch in tokens:
+            if self._token_listener is not None:
+                self._token_listener(batch)
         for request_id, event in events:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):

@@ -25,6 +25,7 @@ from nsm_core.engine.slices import DecodeSlices
 from nsm_core.engine.slow_steps import SlowSteps
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
+from nsm_core.engine.token_rows import TokenBatch, TokenRows
 from nsm_core.errors import InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
@@ -81,7 +82,9 @@ class Engine:
             queue_limit=config.queue_limit,
             prompt_unit=made.prompt_unit,
         )
-        self._runner = Runner(made)
+        overlap = made.overlap if made.savepoint is None else None
+        self._token_rows = TokenRows(config.max_slots, tokenizer.vocab_size)
+        self._runner = Runner(made, self._token_rows)
         self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
@@ -89,8 +92,9 @@ class Engine:
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
         self._slices = DecodeSlices(is_possible=made.decode_rounds is not None)
         self.interrupt = self._slices.interrupt  # set by whoever has something for the engine while it is in a step
-        self._blockers = OverlapBlockers(made.overlap if made.savepoint is None else None)
-        self._active = ActiveRequests((self._runner, self._routing, self._speculation, self._blockers, self._slices))
+        self._blockers = OverlapBlockers(overlap)
+        listeners = (self._runner, self._routing, self._speculation, self._blockers, self._slices)
+        self._active = ActiveRequests(listeners if overlap is None else (*listeners, self._token_rows))
         self._in_flight: InFlightStep | None = None  # one of its requests is active
         counters = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
         self._stats = StepStats(counters, meter=meter, observer=observer)
@@ -102,6 +106,7 @@ class Engine:
             stats=self._stats,
             speculation=self._speculation,
             blockers=self._blockers,
+            token_rows=self._token_rows,
             tokenizer=tokenizer,
             clock=clock,
         )
@@ -118,11 +123,18 @@ class Engine:
             self._routing.check()
 
     def add(
-        self, request: GenerationRequest, *, arrival: float | None = None, matcher: TokenMatcher | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        arrival: float | None = None,
+        matcher: TokenMatcher | None = None,
+        tag: int | None = None,
     ) -> None:
         """Queues a request that arrived at `arrival` by the clock, or now. Raises as `check`, or Overloaded.
 
-        `matcher`: of its grammar, which is compiled here if it is not given: that may take seconds.
+        `matcher`: of its grammar, which is compiled here if it is not given: that may take seconds. `tag`, at least 0
+        and unique: the reader makes the text if the request `has_free_text`, so events have none, and most tokens come
+        with `take_tokens` instead.
 
         After an error nothing of the request remains here.
         """
@@ -132,7 +144,9 @@ class Engine:
         grammar = request.sampling.grammar
         if grammar is not None and matcher is None:
             matcher = self.grammars.matcher(grammar)
-        sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival, matcher)
+        sequence = RunningSequence(
+            request, self._tokenizer, self._clock() if arrival is None else arrival, matcher, tag
+        )
         self._shared.queue(sequence)
         self._active.add(sequence)
 
@@ -169,6 +183,10 @@ class Engine:
         self._slow_steps.record(seconds)
         self._stats.counters.num_slow_steps = self._slow_steps.total
         return events
+
+    def take_tokens(self) -> list[TokenBatch]:
+        """Plain tokens of tagged requests since the last call; they come before the events of the last step."""
+        return self._applier.take_tokens()
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""

@@ -7,21 +7,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from nsm_core.engine.request import Event, Finished, TokenEvent
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_text import TokenText
 
-# Takes tokens in place of the reader, or returns False and leaves them to the reader.
-TakeTokens = Callable[[Sequence[TokenEvent]], bool]
+# Takes the texts of tokens in place of the reader, or returns False and leaves the tokens to the reader.
+TakeTokens = Callable[[Sequence[str]], bool]
 
 
 class EventQueue:
     """A queue for one reader; the last event is a Finished. `max_tokens` bounds its length."""
 
-    def __init__(self, pace: StreamPace | None = None) -> None:
-        """`pace`: of diverted tokens."""
-        self._pace = pace
+    def __init__(self, pace: StreamPace | None = None, text: TokenText | None = None) -> None:
+        """`pace`: of diverted tokens. `text`: makes the text of all events, when they are read; without it they have
+        theirs.
+        """
+        self._pace, self._text = pace, text
         self._take: TakeTokens | None = None
         self._is_paced = False  # some of the ready events wait for the pace
         self._num_others = 0  # ready events that are no tokens
-        self._ready: list[Event] = []
+        self._ready: list[Event | int] = []  # plain tokens may be there by their ids
+        self._with_text: list[Event] = []  # events before those, to which text was added
         self._waiter: asyncio.Future[None] | None = None
         self._is_holding = False  # tokens do not wake the reader
 
@@ -38,6 +42,16 @@ class EventQueue:
         elif not self._is_holding:
             self._wake()
 
+    def put_id(self, token_id: int) -> None:
+        """`put` for a plain token, whose text is made here."""
+        self._ready.append(token_id)
+        if self._take is not None and self._pace is not None:
+            if not self._is_paced:
+                self._is_paced = True
+                self._pace.add(self)
+        elif not self._is_holding:
+            self._wake()
+
     def divert(self, take: TakeTokens) -> None:
         """From now on tokens that come while the reader waits are given to `take`, without waking the reader."""
         self._take = take
@@ -45,14 +59,9 @@ class EventQueue:
     def hand_on(self) -> None:
         """The pace of diverted tokens allows them now."""
         self._is_paced = False
-        tokens = self._ready
         is_waiting = self._waiter is not None and not self._waiter.done() and not self._is_holding
-        if tokens and is_waiting and not self._num_others and self._take is not None:
-            self._ready = []
-            if self._take(tokens):  # type: ignore[arg-type]  # there are no other events among them
-                return
-            self._ready = tokens
-        if self._ready:
+        may_take = is_waiting and not self._num_others and not self._with_text and self._take is not None
+        if self._ready and not (may_take and self._is_taken()):
             self._wake()
 
     async def events(self) -> AsyncIterator[Event]:
@@ -70,11 +79,13 @@ class EventQueue:
         """
         is_over = False
         while not is_over:
-            await (asyncio.sleep(0) if self._ready else self._wait())
-            batch, self._ready, self._num_others = self._ready, [], 0
+            await (asyncio.sleep(0) if self._ready or self._with_text else self._wait())
+            ready, self._ready, self._num_others = self._ready, [], 0
+            self._add_text(ready)
+            batch, self._with_text = self._with_text, []
             is_over = isinstance(batch[-1], Finished)
             yield batch
-            if isinstance(batch[-1], TokenEvent) and all(isinstance(event, TokenEvent) for event in self._ready):
+            if isinstance(batch[-1], TokenEvent) and self._num_others == 0:
                 await self._hold(hold_s())
 
     async def _hold(self, seconds: float) -> None:
@@ -87,6 +98,29 @@ class EventQueue:
         finally:
             self._is_holding = False
             timer.cancel()
+
+    def _is_taken(self) -> bool:
+        """Whether the ready events, which are all tokens, were taken in place of the reader."""
+        ready, self._ready = self._ready, []
+        ids = [token_id for token_id in ready if isinstance(token_id, int)] if self._text is not None else []
+        if self._text is not None and len(ids) == len(ready):
+            texts = self._text.texts(ids)
+        else:
+            self._add_text(ready)
+            texts = [event.text for event in self._with_text if isinstance(event, TokenEvent)]
+        is_taken = self._take is not None and self._take(texts)
+        if is_taken:
+            self._with_text = []
+        elif self._text is not None and not self._with_text:
+            self._with_text = self._text.events(ids, texts)
+        return is_taken
+
+    def _add_text(self, ready: Sequence[Event | int]) -> None:
+        """The events, with their texts, join those that have one."""
+        if self._text is None:
+            self._with_text += ready  # type: ignore[arg-type]  # only where the text is made here are there ids
+        else:
+            self._with_text += map(self._text.event_of, ready)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from nsm_core.engine.event_queue import EventQueue, TakeTokens
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_text import TokenText
 from nsm_core.errors import DeadlineExceeded, NsmError
 
 # The engine ends a request at its deadline between two steps. If a step takes longer, the loop ends the request.
@@ -19,11 +20,17 @@ DEADLINE_GRACE_S = 0.5
 class GenerationHandle:
     """A request in the engine. Its events end with exactly one Finished."""
 
-    def __init__(self, request: GenerationRequest, cancel: Callable[[str], None], pace: StreamPace) -> None:
-        """`cancel` gets the request's id, never blocks and may be called at any time."""
+    def __init__(
+        self,
+        request: GenerationRequest,
+        cancel: Callable[[str], None],
+        pace: StreamPace,
+        text: TokenText | None = None,
+    ) -> None:
+        """`cancel` gets the request's id, never blocks and may be called at any time. `text`: see EventQueue."""
         self.request = request
         self._cancel = cancel
-        self._events = EventQueue(pace)
+        self._events = EventQueue(pace, text)
         self._listener: Callable[[Event], None] | None = None
         self._num_tokens = 0
         self.has_ended = False
@@ -70,6 +77,17 @@ class GenerationHandle:
             self._events.put(event)
         else:
             self._listener(event)
+
+    def deliver_id(self, token_id: int) -> None:
+        """`deliver` for a plain token whose text is made here."""
+        if not self.has_ended:
+            self._num_tokens += 1
+            self._events.put_id(token_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Delivered so far."""
+        return self._num_tokens
 
     def _expire(self) -> None:
         self.fail(

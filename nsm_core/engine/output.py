@@ -119,6 +119,19 @@ class _HeldToken:
     raw: bytes
 
 
+class _NoText:
+    """In place of a decoder."""
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def feed_bytes(self, raw: bytes) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class OutputStream:
     """The visible output of one request, token by token.
 
@@ -131,9 +144,12 @@ class OutputStream:
     `max_tokens` is not applied here.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, has_text: bool = True) -> None:
+        """`has_text`: False if only the end matters; then no step has text. Not with stop strings."""
+        if params.stop and not has_text:
+            raise ValueError("stop strings are found in text")
         self._tokenizer = tokenizer
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer) if has_text else _NoText()
         self._stops = StopStrings(params.stop) if params.stop else NO_STOPS
         self._has_stops = bool(params.stop)
         self._stop_ids = frozenset(params.stop_token_ids)

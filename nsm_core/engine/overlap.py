@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
@@ -50,7 +51,8 @@ class InFlightStep:
 
     `sequences`: all that take part, by slot; a slot may have been assigned to another one since. `slots`: those for
     which a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it.
-    `prompt_states`: copies of states after this step that were requested, by slot. `paused`: slots that skipped it.
+    `prompt_states`: copies of states after this step that were requested, by slot. `rows`, `tags`: `slots` and the tags
+    that they had. `paused`: slots that skipped it.
     """
 
     plan: Plan
@@ -59,10 +61,12 @@ class InFlightStep:
     tokens: PendingTokens
     ending: set[int]
     prompt_states: dict[int, State]
+    rows: npt.NDArray[np.int64]
+    tags: npt.NDArray[np.int64]
     paused: set[int] = dataclasses.field(default_factory=set)
     launched_at: float = dataclasses.field(default_factory=time.monotonic)
 
-    def wait(self) -> list[int]:
+    def wait(self) -> npt.NDArray[np.int64]:
         """The ids of `slots`, NOT_FINITE for one whose logits are not finite."""
         return self.tokens.wait()
 
@@ -83,7 +87,7 @@ class InFlightStep:
     def pause(self, slot: int, sequence: RunningSequence) -> None:
         """The sequence's last token, now known, was one of its pausing ids."""
         if self.has(slot, sequence):
-            sequence.num_in_flight -= 1
+            sequence.landed()
             self.paused.add(slot)
             self.ending.discard(slot)
 
@@ -143,10 +147,17 @@ def next_inputs(
         sources, ids = np.arange(len(slots)), np.zeros(len(slots), np.int64)
     else:
         given = {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
-        indices = {slot: index for index, slot in enumerate(sampled_in) if slot not in given and slot not in paused}
-        sources = np.array([indices.get(slot, -1) for slot in slots])
+        sources = _positions(slots, sampled_in)
+        sources[[index for index, slot in enumerate(slots) if slot in given or slot in paused]] = -1
         ids = np.zeros(len(slots), np.int64)
         for index in np.flatnonzero(sources < 0).tolist():
             slot = slots[index]
             ids[index] = given[slot] if slot in given else sequences[slot].sampled[-1]
     return NextInputs(ids, sources, before.tokens.ids if before is not None and sampled_in else None)
+
+
+def _positions(slots: Sequence[int], among: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The place of each of `slots` among those, -1 where it is not there."""
+    positions = np.full(max((*slots, *among), default=0) + 1, -1, np.int64)
+    positions[np.array(among, np.int64)] = np.arange(len(among))
+    return positions[np.array(slots, np.int64)]

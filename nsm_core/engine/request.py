@@ -83,6 +83,13 @@ class GenerationRequest:
     shared_prompt: SharedPrompt | None = None
     owner: str = ""
 
+    @property
+    def has_free_text(self) -> bool:
+        """Whether the text follows from the ids of its tokens alone, wherever it is made: no stop string looks into it,
+        and no token of it was made elsewhere.
+        """
+        return not self.sampling.stop and not self.sampled_ids
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScored:

@@ -18,6 +18,7 @@ from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
+from nsm_core.engine.token_rows import TokenRows
 from nsm_core.errors import GrammarFailed, NumericalError
 from nsm_core.execution.base import DecodeInputs, Executor
 from nsm_core.sampling.device import PendingTokens
@@ -83,8 +84,9 @@ class StepResult:
 class Runner:
     """The executor with the states of the running sequences, and the sampler. A SlotListener. Not thread-safe."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, token_rows: TokenRows) -> None:
+        """`token_rows`: of the steps that are launched without waiting."""
+        self._executor, self._token_rows = executor, token_rows
         self._overlap = executor.overlap
         self._sampler = Sampler(executor.draw, executor.mask)
         self._constraints = Constraints()
@@ -182,15 +184,17 @@ class Runner:
         }
         ready = _ready(plan, sequences)
         rows = [sequences[slot] for slot in ready]
-        tokens = self._sampler.launch(self._executor.logits(hidden.last(ready)), rows) if ready else self._no_tokens()
-        ending = set()
-        for slot, row in zip(ready, rows, strict=True):
-            row.num_in_flight += 1
-            if len(row.sampled) + row.num_in_flight == row.params.max_tokens:
-                ending.add(slot)
+        slots_of = np.array(ready, np.int64)
+        if ready:
+            logits = self._executor.logits(hidden.last(ready))
+            tokens = self._sampler.launch(logits, rows, self._token_rows.packed_params(slots_of))
+        else:
+            tokens = self._no_tokens()
+        ending = set(self._token_rows.launched(slots_of).tolist())
         taking_part = dict(zip(ready, rows, strict=True))
         taking_part |= {chunk.slot: sequences[chunk.slot] for chunk in plan.prefill}
-        return InFlightStep(plan, taking_part, ready, tokens, ending, prompt_states)
+        tags = self._token_rows.tags[slots_of]
+        return InFlightStep(plan, taking_part, ready, tokens, ending, prompt_states, slots_of, tags)
 
     def _no_tokens(self) -> PendingTokens:
         """An empty result to wait for, so that launches cannot run ahead without bound."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from nsm_core.engine.output import NO_IDS, OutputStep, OutputStream
 from nsm_core.engine.request import GenerationRequest, PromptState, Timings
+from nsm_core.engine.token_rows import TokenRows
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.device import pack_sampling_params
@@ -86,9 +87,15 @@ class RunningSequence:
     """
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float, matcher: TokenMatcher | None = None
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        arrival: float,
+        matcher: TokenMatcher | None = None,
+        tag: int | None = None,
     ) -> None:
         """`arrival`: in seconds, by the clock of the timeline. `matcher`: of the request's grammar, at its start.
+        `tag`: of a request whose reader makes the text, if it `has_plain_tokens`.
 
         Raises GrammarFailed when `sampled_ids` are not of the grammar.
         """
@@ -100,15 +107,17 @@ class RunningSequence:
         self.packed_params = pack_sampling_params(request.sampling)
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
-        self.sampled: list[int] = []
+        self.tag = tag
+        self._sampled: list[int] = []
+        self._rows: TokenRows | None = None  # they have tokens of this request,
+        self._row = 0  # in this row
         self.vocab_size = tokenizer.vocab_size
-        self.num_in_flight = 0  # tokens whose sampling was launched and whose ids have not reached the host
         self.num_fed_before_drafts: int | None = None  # set after a rollback: the state is older than the text
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
         self.shared_start: State | None = None  # of another request with the same prompt, until the slot has it
         self.num_shared = 0  # prompt tokens in it that this request need not read
-        self.output = OutputStream(tokenizer, request.sampling)
+        self.output = OutputStream(tokenizer, request.sampling, has_text=tag is None or not request.has_free_text)
         # Text is held back from these tokens on, so the state before them may be needed
         self.pausing_ids = self.output.holding_ids if self.may_rewind else NO_IDS
         self.rewind_points = RewindPoints()
@@ -122,6 +131,38 @@ class RunningSequence:
         for token_id in replayed:
             self.append(token_id)
         self.read_ids = (*request.prompt_ids, *replayed)  # read before the first token is sampled here
+
+    def join(self, rows: TokenRows, slot: int) -> list[int]:
+        """From now on `rows` take tokens of this request too, for the returned list."""
+        self._rows, self._row = rows, slot
+        return self._sampled
+
+    def leave(self) -> None:
+        """All tokens are in the list, and no more are taken."""
+        self._rows = None
+
+    @property
+    def sampled(self) -> list[int]:
+        """The ids of all tokens that were sampled; only `append` and `append_plain` change it."""
+        if self._rows is not None:
+            self._rows.drain(self._row)
+        return self._sampled
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens whose sampling was launched and whose ids have not reached the host."""
+        return 0 if self._rows is None else int(self._rows.num_in_flight[self._row])
+
+    def landed(self) -> None:
+        """A token in flight has reached the host, or will not be used."""
+        if self._rows is not None:
+            self._rows.num_in_flight[self._row] -= 1
+
+    @property
+    def has_plain_tokens(self) -> bool:
+        """Whether most tokens are nothing but an id: the reader makes the text, and nothing else depends on it."""
+        request = self.request
+        return self.tag is not None and request.has_free_text and self.params.is_plain and not request.include_routing
 
     @property
     def resumed_counts(self) -> Mapping[int, int]:
@@ -185,11 +226,13 @@ class RunningSequence:
         last token, for ids that may end the output or hold text back, and for requests with penalties. Raises
         GrammarFailed for an id that the grammar does not allow.
         """
-        if not 0 < len(self.sampled) < self._num_plain:
+        sampled = self._sampled if self._rows is None else self.sampled
+        if not 0 < len(sampled) < self._num_plain:
             return None
         text = self.output.feed_plain(token_id)
         if text is not None:
-            self.sampled.append(token_id)
+            sampled.append(token_id)
+            self._count()
             if self.matcher is not None:
                 self.matcher.advance(token_id)
         return text
@@ -197,11 +240,16 @@ class RunningSequence:
     def append(self, token_id: int) -> OutputStep:
         """Appends a sampled token. Raises GrammarFailed for one that the grammar does not allow."""
         self.sampled.append(token_id)
+        self._count()
         if self._counts is not None:
             self._counts.add(token_id)
         if self.matcher is not None and token_id not in self.output.end_ids:
             self.matcher.advance(token_id)
         return self.output.feed(token_id)
+
+    def _count(self) -> None:
+        if self._rows is not None:
+            self._rows.num_sampled[self._row] = len(self._sampled)
 
 
 def _replayed_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:

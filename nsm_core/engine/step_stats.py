@@ -10,7 +10,7 @@ import torch
 
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.energy.factory import make_meter
-from nsm_core.energy.ledger import EnergyLedger
+from nsm_core.energy.ledger import READ_EVERY_S, EnergyLedger
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
@@ -36,6 +36,9 @@ class StepStats:
         self.counters = counters
         self._ledger = None if meter is None else EnergyLedger(meter)
         self._observer = observer
+        self._alike_slots: tuple[int, ...] = ()  # of the last steps, which are not charged yet
+        self._alike_ids: list[str] = []
+        self._alike_seconds = self._alike_since = 0.0
 
     @property
     def is_sample_due(self) -> bool:
@@ -67,13 +70,35 @@ class StepStats:
         self.counters.step_rows += num_rounds * (len(plan.decode) + len(plan.prefill))
         self.counters.step_tokens += num_rounds * plan.num_tokens + sum(num_read.values()) - len(num_read)
         self.counters.tokens_computed += sum(chunk.length for chunk in plan.prefill)
-        if self._ledger is not None:
+        if self._ledger is None:
+            return
+        if num_read or plan.prefill:
+            self._charge_alike()
             tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}
             tokens |= {running[chunk.slot].request.request_id: chunk.length for chunk in plan.prefill}
             self._ledger.work(tokens, seconds, now=time.monotonic())
+        else:
+            self._gather_alike(plan.decode, running, seconds)
+
+    def _gather_alike(self, slots: tuple[int, ...], running: Mapping[int, RunningSequence], seconds: float) -> None:
+        """A step in which each slot read one token. A slot gets another request only by a step with a prompt, so
+        successive steps of the same slots are charged together.
+        """
+        now = time.monotonic()
+        if self._alike_slots != slots or now - self._alike_since >= READ_EVERY_S:
+            self._charge_alike()
+            self._alike_slots, self._alike_since = slots, now
+            self._alike_ids = [running[slot].request.request_id for slot in slots]
+        self._alike_seconds += seconds
+
+    def _charge_alike(self) -> None:
+        if self._ledger is not None and self._alike_seconds:
+            self._ledger.work(dict.fromkeys(self._alike_ids, 1), self._alike_seconds, now=time.monotonic())
+        self._alike_seconds, self._alike_slots = 0.0, ()
 
     def record_share(self, plan: Plan, slot: int, request_id: str, seconds: float) -> None:
         """The slot's request ends while the step of `plan` is in flight, `seconds` after its start."""
+        self._charge_alike()
         if self._ledger is not None:
             num_tokens = next((chunk.length for chunk in plan.prefill if chunk.slot == slot), 1)
             self._ledger.work({request_id: num_tokens}, seconds * num_tokens / plan.num_tokens, now=time.monotonic())
@@ -86,11 +111,13 @@ class StepStats:
 
     def idle(self) -> None:
         """No request is active."""
+        self._charge_alike()
         if self._ledger is not None:
             self._ledger.rest()
 
     def take_energy(self, request_id: str) -> tuple[EnergyUse, ...]:
         """The energy charged to a request that ends."""
+        self._charge_alike()
         return () if self._ledger is None else self._ledger.close_account(request_id)
 
     def snapshot(self) -> EngineStats:

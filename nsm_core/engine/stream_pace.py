@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 # Handing tokens on may take this share of the event loop's time; the rest is for requests that come and go.
-SHARE = 0.5
+SHARE = 0.25
 MAX_INTERVAL_S = 0.02  # for servers: people do not see it, and the loop gathers several tokens in it
 MEMORY = 8  # rounds, over which costs are averaged
 LEAST_INTERVAL_S = 0.001  # of a timer; a shorter pause would not gather anything

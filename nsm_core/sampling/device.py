@@ -16,7 +16,8 @@ from nsm_core.sampling.result import NOT_FINITE
 
 # The columns of a row's parameters, see `choose_tokens`; the third, its position, is set for each token
 _PARAMS = struct.Struct("<QQQQddd")
-_POSITION, _TEMPERATURE = 2, 4
+NUM_COLUMNS = _PARAMS.size // 8
+POSITION_COLUMN, _TEMPERATURE = 2, 4
 
 
 class PackedRow(Protocol):
@@ -52,30 +53,31 @@ class PendingTokens:
             self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._is_copied.record(torch.cuda.current_stream(ids.device))
 
-    def wait(self) -> list[int]:
+    def wait(self) -> npt.NDArray[np.int64]:
         """B ids, NOT_FINITE for a row that is not finite. Waits for the device, but not for later launches."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        ids: list[int] = self._on_host.tolist()
+        ids: npt.NDArray[np.int64] = self._on_host.numpy()
         return ids
 
 
-def launch_on_device(logits: Tensor, rows: Sequence[PackedRow]) -> PendingTokens:
-    """logits [B,V] fp32 on a GPU, for plain rows. Does not wait.
+def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64]) -> PendingTokens:
+    """logits [B,V] fp32 on a GPU, for plain rows; params: `pack_rows` of them. Does not wait.
 
     The uniform draws have the host's bits. Weights are rounded differently: a token differs if the draw lies within
     rounding of the boundary between two tokens.
     """
     from nsm_core.sampling.kernel import choose_tokens
 
-    params = _packed_rows(rows)
+    is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        return PendingTokens(choose_tokens(logits, None if params is None else to_device(params, logits.device)))
+        return PendingTokens(choose_tokens(logits, to_device(params, logits.device) if is_drawn else None))
 
 
 def sample_on_device(logits: Tensor, rows: Sequence[PackedRow]) -> list[int | None]:
     """`launch_on_device`, then waits for the ids; None for a row that is not finite."""
-    return [None if token_id == NOT_FINITE else token_id for token_id in launch_on_device(logits, rows).wait()]
+    ids = launch_on_device(logits, pack_rows(rows)).wait().tolist()
+    return [None if token_id == NOT_FINITE else token_id for token_id in ids]
 
 
 def fits_device(logits: Tensor) -> bool:
@@ -88,17 +90,16 @@ def fits_device(logits: Tensor) -> bool:
 def to_device(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """A copy on the device, in the order of launches. Pinned memory, so a GPU is not waited for."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # filled rather than made by `pin_memory`, which asks the driver about the old memory first
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor)
+    return pinned.to(device, non_blocking=True)
 
 
 def pack_rows(rows: Sequence[PackedRow]) -> npt.NDArray[np.int64]:
     """[B, 7]: `pack_sampling_params` of each row, with its position."""
     params = np.frombuffer(b"".join([row.packed_params for row in rows]), np.int64).reshape(len(rows), -1).copy()
-    params[:, _POSITION] = [row.position for row in rows]
+    params[:, POSITION_COLUMN] = [row.position for row in rows]
     return params
-
-
-def _packed_rows(rows: Sequence[PackedRow]) -> npt.NDArray[np.int64] | None:
-    """See `choose_tokens`."""
-    packed = np.frombuffer(b"".join([row.packed_params for row in rows]), np.int64).reshape(len(rows), -1)
-    return pack_rows(rows) if packed[:, _TEMPERATURE].any() else None

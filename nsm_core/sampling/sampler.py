@@ -128,10 +128,10 @@ class Sampler:
                 chosen[index] = token
         return chosen
 
-    def launch(self, logits: Tensor, rows: Sequence[SampledRow]) -> PendingTokens:
-        """Like `sample`, for plain rows; only `PendingTokens.wait` waits for the device."""
+    def launch(self, logits: Tensor, rows: Sequence[SampledRow], params: npt.NDArray[np.int64]) -> PendingTokens:
+        """Like `sample`, for plain rows; params: `pack_rows` of them. Only `PendingTokens.wait` waits."""
         if runs_kernels(logits) and fits_device(logits):
-            return launch_on_device(logits, rows)
+            return launch_on_device(logits, params)
         sampled = self._sample_on_host(logits, rows, None)
         ids = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
         return PendingTokens(torch.tensor(ids, device=logits.device))

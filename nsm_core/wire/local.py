@@ -1,7 +1,8 @@
 """Messages between an engine's process and the gateways of the same machine, over a Unix socket.
 
 Each message is msgpack behind its length. A step of the engine is one message to each gateway: numbers of requests and
-ids of tokens as arrays, their texts beside them, and only what is no plain token as a value of its own.
+ids of tokens as arrays, and only what is no plain token as a value of its own. Text that follows from the ids alone is
+made by the gateway.
 """
 
 from __future__ import annotations
@@ -79,12 +80,15 @@ class CannotStart(msgspec.Struct, tag=True, array_like=True):
 class Step(msgspec.Struct, tag=True, array_like=True):
     """What became visible for one gateway's requests.
 
-    `numbers`, `ids`: little-endian unsigned integers of 32 bits, of the plain tokens in order; `texts`: theirs. The
-    events of a request are in this order: `scored`, `states`, tokens, `ends`. `num_others`: requests of other gateways.
+    `numbers`, `ids`: little-endian unsigned integers of 32 bits, of the plain tokens in order, whose text the gateway
+    makes; `shown_numbers`, `shown_ids`, `texts`: the same of requests whose text is made here. The events of a request
+    are in this order: `scored`, `states`, tokens, `ends`. `num_others`: requests of other gateways.
     """
 
     numbers: bytes
     ids: bytes
+    shown_numbers: bytes
+    shown_ids: bytes
     texts: list[str]
     scored: list[tuple[int, PromptScored]]
     states: list[tuple[int, PromptState]]

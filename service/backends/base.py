@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
+from nsm_core.engine.request import Event, GenerationRequest
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
@@ -50,9 +50,9 @@ class Generation(Protocol):
 class Divertible(Protocol):
     """What a generation has besides, if its tokens need not wake the task that reads them."""
 
-    def divert(self, take: Callable[[Sequence[TokenEvent]], bool]) -> None:
-        """From now on tokens that come while the consumer waits go to `take`, on the event loop, one by one or several
-        together. If it returns False they go to the consumer.
+    def divert(self, take: Callable[[Sequence[str]], bool]) -> None:
+        """From now on the texts of tokens that come while the consumer waits go to `take`, on the event loop, one by
+        one or several together. If it returns False the tokens go to the consumer.
         """
         ...
 

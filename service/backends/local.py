@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
@@ -12,6 +12,7 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_rows import TokenBatch
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.grammars.grammar import Grammar
@@ -92,8 +93,13 @@ class LocalBackend:
     def require_room(self) -> None:
         self._engine.require_room()
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle:
-        return self._engine.submit(request)
+    def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle:
+        """`tag`: see Engine.add."""
+        return self._engine.submit(request, tag=tag)
+
+    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None:
+        """See AsyncEngine."""
+        self._engine.listen_tokens(listener)
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._engine.check_grammar(grammar)

@@ -101,10 +101,10 @@ class RequestGroup:
         if show is None or not isinstance(choice.generation, Divertible):
             return
 
-        def take(tokens: Sequence[TokenEvent]) -> bool:
-            is_shown = show([token.text for token in tokens])
+        def take(texts: Sequence[str]) -> bool:
+            is_shown = show(texts)
             if is_shown:
-                choice.record.tokens(len(tokens))
+                choice.record.tokens(len(texts))
             return is_shown
 
         choice.generation.divert(take)

@@ -16,6 +16,7 @@ from nsm_core.engine.generation_handle import GenerationHandle
 from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
 from nsm_core.engine.request_check import RequestCheck
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_text import TokenText
 from nsm_core.errors import ConfigError, EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
@@ -51,6 +52,7 @@ class ProcessBackend:
         self._tokenizer: Tokenizer | None = None
         self._check: RequestCheck | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._outbox: list[bytes] = []
         self._numbers = itertools.count()
         self._handles: dict[int, GenerationHandle] = {}
         self._num_sampled: dict[int, int] = {}  # by the number of the request
@@ -112,7 +114,8 @@ class ProcessBackend:
         if self._check is None:
             raise EngineDead("the backend was not started")
         self._check.check(request)
-        handle, number = GenerationHandle(request, self._cancel, self._pace), next(self._numbers)
+        text = TokenText(self.tokenizer, request) if request.has_free_text else None
+        handle, number = GenerationHandle(request, self._cancel, self._pace, text), next(self._numbers)
         handle.start_timer(asyncio.get_running_loop())
         self._handles[number], self._by_id[request.request_id] = handle, number
         self._num_sampled[number] = len(request.sampled_ids)
@@ -160,8 +163,15 @@ class ProcessBackend:
             self._send(wire.Cancel(number))
 
     def _send(self, message: wire.ToEngine) -> None:
+        """With all others of this turn of the event loop: each write wakes the engine's process."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(wire.encode(message))
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(wire.encode(message))
+            self._writer.write(b"".join(messages))
 
     async def _ask(self, question: wire.AskState | wire.AskText | wire.AskGrammar) -> wire.Answer:
         """Raises what the engine raised, or EngineDead."""
@@ -232,6 +242,7 @@ class ProcessBackend:
         if self._writer is not None:
             self._writer.close()
         self._writer, self._num_others, self._status = None, 0, EngineStats()
+        self._outbox.clear()  # what was submitted ends here
         logger.warning("the engine's process was lost, with %d requests of this gateway", len(self._handles))
         for number in list(self._handles):
             self._handles[number].fail(EngineDead("the engine's process ended"))
@@ -258,12 +269,18 @@ class ProcessBackend:
             if isinstance(event, TokenEvent):
                 self._num_sampled[number] = event.index
             self._handles[number].deliver(event)
-        numbers, ids = array.array("I", step.numbers), array.array("I", step.ids)
+        handles = self._handles
+        for number, token_id in zip(array.array("I", step.numbers), array.array("I", step.ids), strict=True):
+            handles[number].deliver_id(token_id)
+        numbers, ids = array.array("I", step.shown_numbers), array.array("I", step.shown_ids)
         for number, token_id, text in zip(numbers, ids, step.texts, strict=True):
             index = self._num_sampled[number] + 1
             self._num_sampled[number] = index
             self._handles[number].deliver(TokenEvent(index=index, token_id=token_id, text=text))
         for number, end in step.ends:
+            num_tokens = self._handles[number].num_tokens
+            if end.error is not None and end.completion_tokens < num_tokens:  # of one who did not see the tokens
+                end = dataclasses.replace(end, completion_tokens=num_tokens)
             self._handles[number].deliver(end)
             self._forget(number)
         self._pace.step_ended()

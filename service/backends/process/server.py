@@ -6,9 +6,14 @@ import array
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import socket
+from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from nsm_core.engine.generation_handle import GenerationHandle
 from nsm_core.engine.request import (
@@ -20,19 +25,23 @@ from nsm_core.engine.request import (
     PromptState,
     TokenEvent,
 )
+from nsm_core.engine.token_rows import TokenBatch
 from nsm_core.errors import EngineDead, NsmError
 from nsm_core.wire import local as wire
 from service.backends.base import InferenceBackend
 
 logger = logging.getLogger("nsm.engine")
 
+NUMBER_BITS = 32  # of a tag: the gateway's number of a request; above them is the index of its connection
 STATUS_S = 0.5  # between two accounts of the engine
 
 
 class HandleBackend(InferenceBackend, Protocol):
     """A backend whose generations can be listened to."""
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle: ...
+    def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle: ...
+
+    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None: ...
 
 
 class EngineServer:
@@ -43,9 +52,12 @@ class EngineServer:
         self.num_requests = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._indices = itertools.count()
+        self._connections: dict[int, _Connection] = {}
 
     async def serve(self, sock: socket.socket) -> None:
         """Takes connections from now on. The backend has been started."""
+        self.backend.listen_tokens(self._take_tokens)
         self._server = await asyncio.start_unix_server(self._connected, sock=sock)
 
     async def stop(self) -> None:
@@ -61,7 +73,8 @@ class EngineServer:
         if task is None:
             raise RuntimeError("a connection is served by a task")
         self._tasks.add(task)
-        connection = _Connection(self, writer)
+        index = next(self._indices)
+        connection = self._connections[index] = _Connection(self, writer, index)
         try:
             await connection.run(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -69,14 +82,24 @@ class EngineServer:
         except asyncio.CancelledError:
             pass  # the engine stops
         finally:
+            del self._connections[index]
             connection.close()
             self._tasks.discard(task)
+
+    def _take_tokens(self, batch: TokenBatch) -> None:
+        indices = batch.tags >> NUMBER_BITS
+        for index, connection in self._connections.items():
+            is_its = indices == index
+            if is_its.any():
+                connection.add_tokens(batch.tags[is_its], batch.ids[is_its])
 
 
 class _Connection:
     """One gateway."""
 
-    def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, server: EngineServer, writer: asyncio.StreamWriter, index: int) -> None:
+        """`index`: no other connection has it, now or later."""
+        self._tag = index << NUMBER_BITS
         self._server, self._backend, self._writer = server, server.backend, writer
         self._handles: dict[int, GenerationHandle] = {}
         self._questions: set[asyncio.Task[None]] = set()
@@ -114,26 +137,37 @@ class _Connection:
 
     def _submit(self, number: int, request: GenerationRequest) -> None:
         try:
-            handle = self._backend.submit(request)
+            handle = self._backend.submit(request, tag=self._tag | number)
         except NsmError as error:
             self._add(number, Finished(reason=FinishReason.ERROR, error=error))
             return
         self._handles[number] = handle
         self._server.num_requests += 1
-        handle.listen(functools.partial(self._take, number))
+        handle.listen(functools.partial(self._take, number, request.has_free_text))
 
-    def _take(self, number: int, event: Event) -> None:
+    def _take(self, number: int, has_free_text: bool, event: Event) -> None:
         if isinstance(event, Finished):
             del self._handles[number]
             self._server.num_requests -= 1
-        self._add(number, event)
+        if has_free_text and isinstance(event, TokenEvent) and event.logprob is None and event.routing is None:
+            self._numbers.append(number)
+            self._ids.append(event.token_id)
+            self._make_due()
+        else:
+            self._add(number, event)
+
+    def add_tokens(self, tags: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        """Plain tokens of a step, to its message."""
+        self._numbers.frombytes((tags - self._tag).astype(np.uint32).tobytes())
+        self._ids.frombytes(ids.astype(np.uint32).tobytes())
+        self._make_due()
 
     def _add(self, number: int, event: Event) -> None:
-        """To the message of this step, which is sent when the loop has delivered all of its events."""
+        """To the message of this step."""
         if isinstance(event, TokenEvent):
             if event.logprob is None and event.routing is None:
-                self._numbers.append(number)
-                self._ids.append(event.token_id)
+                self._shown_numbers.append(number)
+                self._shown_ids.append(event.token_id)
                 self._texts.append(event.text)
             else:
                 self._step.tokens.append((number, event))
@@ -143,18 +177,24 @@ class _Connection:
             self._step.states.append((number, event))
         elif isinstance(event, PromptScored):
             self._step.scored.append((number, event))
+        self._make_due()
+
+    def _make_due(self) -> None:
+        """The message is sent when the loop has delivered all of the step."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._send_step)
 
     def _begin_step(self) -> None:
         self._numbers, self._ids = array.array("I"), array.array("I")
+        self._shown_numbers, self._shown_ids = array.array("I"), array.array("I")
         self._texts: list[str] = []
-        self._step = wire.Step(b"", b"", self._texts, [], [], [], [], 0)
+        self._step = wire.Step(b"", b"", b"", b"", self._texts, [], [], [], [], 0)
 
     def _send_step(self) -> None:
         step = self._step
         step.numbers, step.ids = self._numbers.tobytes(), self._ids.tobytes()
+        step.shown_numbers, step.shown_ids = self._shown_numbers.tobytes(), self._shown_ids.tobytes()
         step.num_others = self._num_others
         self._is_due = False
         self._begin_step()

@@ -22,6 +22,7 @@ from nsm_core.engine.request import (
     Resume,
     TokenEvent,
 )
+from nsm_core.engine.token_text import TokenText
 from nsm_core.execution.base import Executor, ExecutorFactory, NextInputs, Savepoint, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.params import SamplingParams
@@ -256,16 +257,38 @@ def random_ids(seed: int, length: int, vocab_size: int = 512) -> tuple[int, ...]
 
 
 def run_all(
-    engine: Engine, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = ()
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    arrivals: Sequence[int] = (),
+    reads_ids: Tokenizer | None = None,
 ) -> dict[str, Outcome]:
-    """Runs requests to their end; request i is added before step arrivals[i] (0 when not given)."""
+    """Runs requests to their end; request i is added before step arrivals[i] (0 when not given). With `reads_ids` they
+    have tags, and texts are made here.
+    """
     results = {request.request_id: Outcome() for request in requests}
+    texts = {
+        request.request_id: TokenText(reads_ids, request)
+        for request in requests
+        if reads_ids is not None and request.has_free_text
+    }
     waiting = sorted(zip([*arrivals, *[0] * (len(requests) - len(arrivals))], range(len(requests)), strict=True))
     num_steps = 0
     while waiting or engine.has_work:
         while waiting and (waiting[0][0] <= num_steps or not engine.has_work):
-            engine.add(requests[waiting.pop(0)[1]])
-        for request_id, event in engine.step():
+            index = waiting.pop(0)[1]
+            engine.add(requests[index], tag=None if reads_ids is None else index)
+        events = engine.step()
+        reported: list[tuple[str, Event | int]] = [
+            (requests[tag].request_id, token_id)
+            for batch in engine.take_tokens()
+            for tag, token_id in zip(batch.tags.tolist(), batch.ids.tolist(), strict=True)
+        ]
+        for request_id, event in (*reported, *events):
+            text = texts.get(request_id)
+            if text is not None:
+                event = text.event_of(event)
+            assert not isinstance(event, int)
             results[request_id].events.append(event)
         num_steps += 1
     return results

@@ -21,7 +21,7 @@ from tests.nsm_core.engine.harness import (
 
 
 class Pair:
-    """Two engines for one model; the steps of one overlap."""
+    """Engines for one model: `plain`, and two whose steps overlap. Requests of `tagged` have tags."""
 
     def __init__(
         self, model: SequenceModel, tokenizer: Tokenizer, executor: ExecutorFactory = EagerExecutor, **limits: Any
@@ -35,6 +35,8 @@ class Pair:
 
         self.plain = make_engine(model, tokenizer, executor=executor, speculation="off", **limits)
         self.overlapped = make_engine(model, tokenizer, executor=make, speculation="off", **limits)
+        self.tagged = make_engine(model, tokenizer, executor=overlapped(executor), speculation="off", **limits)
+        self._tokenizer = tokenizer
 
     @property
     def fake(self) -> FakeOverlap:
@@ -42,9 +44,14 @@ class Pair:
         assert isinstance(fake, FakeOverlap)
         return fake
 
-    def compare(self, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = ()) -> dict[str, Outcome]:
+    def compare(
+        self, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = (), is_tagged: bool = True
+    ) -> dict[str, Outcome]:
+        """`is_tagged`: with the engine whose requests have tags too."""
         want = run_all(self.plain, requests, arrivals=arrivals)
         assert run_all(self.overlapped, requests, arrivals=arrivals) == want
+        if is_tagged:
+            assert run_all(self.tagged, requests, arrivals=arrivals, reads_ids=self._tokenizer) == want
         assert self.overlapped.stats().num_running == self.overlapped.stats().num_waiting == 0
         return want
 

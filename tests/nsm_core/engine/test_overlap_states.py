@@ -80,7 +80,7 @@ def test_a_text_that_is_held_back_costs_one_step_and_a_long_one_waits_for_its_se
     assert pair.fake.num_skipped == 1
     assert notes.count("wait") == 21
     del notes[:]
-    pair.compare([make_request(stop=("q" + "x" * 91,), max_tokens=99)])
+    pair.compare([make_request(stop=("q" + "x" * 91,), max_tokens=99)], is_tagged=False)
     assert notes.count("wait") == 99 + 1 - 3  # one step without a token; three were waited for as plain ones are
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -106,9 +107,9 @@ class Reader:
             self.batches.append(batch)
             self.queue.divert(self._take)
 
-    def _take(self, tokens: object) -> bool:
+    def _take(self, texts: Sequence[str]) -> bool:
         if self.takes:
-            self.taken += [event.text for event in tokens]  # type: ignore[attr-defined]
+            self.taken += texts
         return self.takes
 
     async def step(self, *events: Event) -> None:

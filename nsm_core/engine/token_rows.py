@@ -1,0 +1,116 @@
+"""Tokens of overlapped steps as arrays: what most tokens do, they do for all rows at once, without a Python object."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from nsm_core.sampling.device import NUM_COLUMNS, POSITION_COLUMN
+
+if TYPE_CHECKING:
+    from nsm_core.engine.sequence import RunningSequence
+
+Ints = npt.NDArray[np.int64]
+
+NO_TAG = -1
+NUM_HELD = 64  # tokens of a row that are held here before they join its list
+MAX_KINDS = 64  # sets of ids that may end a request; requests with yet another one take the slow path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Plain tokens of one step: tags [n] of their requests, and ids [n], int64."""
+
+    tags: Ints
+    ids: Ints
+
+
+class TokenRows:
+    """The tokens of each slot of an engine whose steps overlap. A SlotListener.
+
+    A row with a tag has a request whose tokens mostly only add text that its reader makes: such tokens are taken by
+    `take_plain`. The first token, the last one, and those that may end the request are not among them.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        def ints(fill: int = 0) -> Ints:
+            return np.full(num_slots, fill, np.int64)
+
+        self.tags, self.num_sampled, self.num_in_flight = ints(NO_TAG), ints(), ints()
+        self._start, self._max_tokens, self._kind = ints(), ints(), ints()
+        self._params = np.zeros((num_slots, NUM_COLUMNS), np.int64)
+        self._held, self._num_held = np.zeros((num_slots, NUM_HELD), np.int64), ints()
+        self._sequences: dict[int, RunningSequence] = {}
+        self._lists: dict[int, list[int]] = {}
+        self._kinds: dict[frozenset[int], int] = {}
+        self._is_special = np.zeros((1, vocab_size), np.bool_)  # [kinds, vocabulary]
+
+    def open(self, slot: int, sequence: RunningSequence) -> None:
+        sampled = sequence.join(self, slot)
+        self._sequences[slot], self._lists[slot] = sequence, sampled
+        self.num_sampled[slot], self.num_in_flight[slot], self._num_held[slot] = len(sampled), 0, 0
+        self._start[slot], self._max_tokens[slot] = sequence.prompt_tokens, sequence.params.max_tokens
+        self._params[slot] = np.frombuffer(sequence.packed_params, np.int64)
+        self.tags[slot] = self._tag_of(slot, sequence)
+
+    def close(self, slot: int) -> None:
+        if slot in self._sequences:
+            self.drain(slot)
+            del self._lists[slot]
+            self._sequences.pop(slot).leave()
+            self.tags[slot] = NO_TAG
+
+    def _tag_of(self, slot: int, sequence: RunningSequence) -> int:
+        if sequence.tag is None or not sequence.has_plain_tokens:
+            return NO_TAG
+        ids = sequence.output.special_ids
+        if ids not in self._kinds:
+            if len(self._kinds) == MAX_KINDS:
+                return NO_TAG
+            self._kinds[ids] = len(self._kinds)
+            special = np.zeros((1, self._is_special.shape[1]), np.bool_)
+            special[0, [token_id for token_id in ids if 0 <= token_id < special.shape[1]]] = True
+            self._is_special = np.concatenate((self._is_special[: len(self._kinds) - 1], special))
+        self._kind[slot] = self._kinds[ids]
+        return sequence.tag
+
+    def packed_params(self, slots: Ints) -> Ints:
+        """[len(slots), 7]: as `pack_rows` of the sequences."""
+        params = self._params[slots]
+        params[:, POSITION_COLUMN] = self._start[slots] + self.num_sampled[slots] + self.num_in_flight[slots]
+        return params
+
+    def launched(self, slots: Ints) -> Ints:
+        """A step was launched that samples for `slots`. Returns those of them that reach their `max_tokens` with it."""
+        self.num_in_flight[slots] += 1
+        num_tokens = self.num_sampled[slots] + self.num_in_flight[slots]
+        ending: Ints = slots[num_tokens == self._max_tokens[slots]]
+        return ending
+
+    def take_plain(self, slots: Ints, tags: Ints, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Appends the plain ones of `ids`, which were sampled for `slots` when these had `tags`. Returns which were.
+
+        A row that paused or ended meanwhile has none.
+        """
+        num_sampled = self.num_sampled[slots]
+        is_inner = (num_sampled > 0) & (num_sampled < self._max_tokens[slots] - 1)
+        is_plain: npt.NDArray[np.bool_] = (tags != NO_TAG) & (self.tags[slots] == tags) & is_inner & (ids >= 0)
+        is_plain &= ~self._is_special[self._kind[slots], ids]
+        rows = slots[is_plain]
+        self._held[rows, self._num_held[rows]] = ids[is_plain]
+        self._num_held[rows] += 1
+        self.num_sampled[rows] += 1
+        self.num_in_flight[rows] -= 1
+        for slot in rows[self._num_held[rows] == NUM_HELD].tolist():
+            self.drain(slot)
+        return is_plain
+
+    def drain(self, slot: int) -> None:
+        """The tokens held for the slot join its list."""
+        num_held = int(self._num_held[slot])
+        if num_held:
+            self._lists[slot] += self._held[slot, :num_held].tolist()
+            self._num_held[slot] = 0

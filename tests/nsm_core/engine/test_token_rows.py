@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+
+from nsm_core.engine.request import TokenEvent
+from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.token_rows import NUM_HELD, TokenRows
+from nsm_core.engine.token_text import TokenText
+from nsm_core.sampling.device import pack_rows
+from nsm_core.tokenizer import Tokenizer
+from tests.nsm_core.engine.harness import make_engine, make_request, overlapped, random_ids, run_all, small_model
+
+VOCAB = 512
+
+
+def row_of(rows: TokenRows, slot: int, tokenizer: Tokenizer, *, tag: int | None, **options: object) -> RunningSequence:
+    """A running request that has its first token."""
+    request = make_request(f"r{slot}", (1, 2), **options)  # type: ignore[arg-type]
+    sequence = RunningSequence(request, tokenizer, 0.0, tag=tag)
+    rows.open(slot, sequence)
+    sequence.append(100)
+    return sequence
+
+
+def take(rows: TokenRows, slots: list[int], ids: list[int]) -> list[bool]:
+    at = np.array(slots)
+    rows.launched(at)
+    taken: list[bool] = rows.take_plain(at, rows.tags[at], np.array(ids)).tolist()
+    return taken
+
+
+def test_plain_tokens_join_their_sequence_in_order(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(4, VOCAB)
+    one = row_of(rows, 1, tiny_tokenizer, tag=7, max_tokens=200)
+    two = row_of(rows, 3, tiny_tokenizer, tag=8, max_tokens=200)
+    for token_id in range(NUM_HELD + 3):
+        assert take(rows, [1, 3], [token_id, token_id + 1]) == [True, True]
+    assert one.sampled == [100, *range(NUM_HELD + 3)]
+    rows.close(3)
+    assert two.sampled == [100, *range(1, NUM_HELD + 4)]
+    assert one.num_in_flight == two.num_in_flight == 0
+
+
+def test_tokens_that_need_more_than_an_id_are_not_plain(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(8, VOCAB)
+    row_of(rows, 0, tiny_tokenizer, tag=1, stop_token_ids=(5,))
+    row_of(rows, 1, tiny_tokenizer, tag=2)
+    row_of(rows, 2, tiny_tokenizer, tag=None)
+    row_of(rows, 3, tiny_tokenizer, tag=3, stop=("x",))
+    row_of(rows, 4, tiny_tokenizer, tag=4, max_tokens=2)  # its last
+    first = RunningSequence(make_request("first"), tiny_tokenizer, 0.0, tag=5)
+    rows.open(5, first)
+    assert take(rows, list(range(6)), [5] * 6) == [False, True, False, False, False, False]
+    assert take(rows, [0, 1], [6, -1]) == [True, False]  # one is not finite
+
+
+def test_a_slot_that_another_request_has_now_gets_no_token_of_the_one_before(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(1, VOCAB)
+    row_of(rows, 0, tiny_tokenizer, tag=1)
+    slots, tags = np.array([0]), rows.tags.copy()
+    rows.close(0)
+    assert rows.take_plain(slots, tags, np.array([3])).tolist() == [False]
+    other = row_of(rows, 0, tiny_tokenizer, tag=2)
+    assert rows.take_plain(slots, tags, np.array([3])).tolist() == [False]
+    assert other.sampled == [100]
+
+
+def test_parameters_are_those_of_the_sequences(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(3, VOCAB)
+    sequences = [
+        row_of(rows, slot, tiny_tokenizer, tag=slot, temperature=0.5 * slot, seed=slot, max_tokens=50)
+        for slot in range(3)
+    ]
+    take(rows, [0, 2], [9, 9])
+    rows.launched(np.array([1, 2]))
+    assert rows.packed_params(np.arange(3)).tolist() == pack_rows(sequences).tolist()
+
+
+def test_those_that_reach_their_last_token_are_told_at_the_launch(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(2, VOCAB)
+    row_of(rows, 0, tiny_tokenizer, tag=0, max_tokens=3)
+    row_of(rows, 1, tiny_tokenizer, tag=1, max_tokens=9)
+    assert rows.launched(np.array([0, 1])).tolist() == []
+    assert rows.launched(np.array([0, 1])).tolist() == [0]
+
+
+def test_most_tokens_of_requests_with_tags_are_no_events(tiny_tokenizer: Tokenizer) -> None:
+    engine = make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off")
+    request = make_request("a", random_ids(1, 5), max_tokens=20)
+    engine.add(request, tag=3)
+    text, plain, events = TokenText(tiny_tokenizer, request), list[int](), list[TokenEvent]()
+    while engine.has_work:
+        new = engine.step()
+        plain += [token_id for batch in engine.take_tokens() for token_id in batch.ids.tolist()]
+        events += [event for _, event in new if isinstance(event, TokenEvent)]
+    assert (len(plain), len(events)) == (18, 2)
+    assert all(not event.text for event in events)
+    other = run_all(make_engine(small_model(), tiny_tokenizer), [request])["a"]
+    assert [events[0].token_id, *plain, events[1].token_id] == other.ids
+    assert "".join(text.texts(other.ids)) == "".join(token.text for token in other.tokens)
