@@ -56,8 +56,7 @@ NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
     configure_logging(settings.log_level, settings.log_format)
-    limit_arenas(NUM_ARENAS)
-    pause_collection()
+    limit_threads_and_memory()
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
         require_files(settings)
@@ -68,6 +67,14 @@ def run(settings: Settings) -> None:
             run_workers(settings, sock)
         else:
             run_gateway(settings, sock, make_backend)
+
+
+def limit_threads_and_memory() -> None:
+    """Of this process, once; its children inherit what concerns threads."""
+    # A server encodes one text at a time: beside it the library's threads, one for each core, would only spin
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    limit_arenas(NUM_ARENAS)
+    pause_collection()
 
 
 def run_gateway(

@@ -20,10 +20,10 @@ import uvicorn
 
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import NsmError
-from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
+from nsm_core.heap import freeze_objects
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import ProcessBackend
-from service.server import NUM_ARENAS, run_gateway
+from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
 
@@ -34,8 +34,7 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     settings = Settings(**given["settings"])
     configure_logging(settings.log_level, settings.log_format)
-    limit_arenas(NUM_ARENAS)
-    pause_collection()
+    limit_threads_and_memory()
     if sys.argv[1] == "engine":
         _run_engine(settings, given["engine_fd"])
     else:
