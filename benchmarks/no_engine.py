@@ -60,7 +60,7 @@ class NoEngine:
         is_tagged = tag is not None and request.has_free_text
         output = OutputStream(self._tokenizer, request.sampling, **({"has_text": False} if is_tagged else {}))
         self._running[request.request_id] = (request, output, [])
-        if is_tagged and self._step_s:
+        if tag is not None and is_tagged and self._step_s:
             self._tagged.open(request.request_id, tag, request.sampling.max_tokens)
 
     def take_tokens(self) -> Any:
@@ -338,7 +338,7 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
     configure_logging("warning")
     settings = Settings(prefix_cache_mb=0, store=store, port=0, log_level="warning", data_dir=Path("unused"))
     engine = EngineProcess(tokenizer, step_ms) if is_split else None
-    backend: Any = NoBackend(tokenizer, step_ms / 1e3) if engine is None else reach(engine.path, settings)
+    backend: Any = NoBackend(tokenizer, step_ms / 1e3) if engine is None else reach(engine.path)
     app = create_app(settings, backend, make_store(settings))
     config = uvicorn_config(app)
     config.app = Ceiling(app)
@@ -369,11 +369,12 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
         engine.stop()
 
 
-def reach(path: Path, settings: Any) -> Any:
+def reach(path: Path) -> Any:
     """The backend of a worker."""
+    from nsm_core.engine.stream_pace import MAX_INTERVAL_S
     from service.backends.process.backend import ProcessBackend
 
-    return ProcessBackend(path, max_interval_s=settings.stream_interval_ms / 1e3)
+    return ProcessBackend(path, max_interval_s=MAX_INTERVAL_S)
 
 
 if __name__ == "__main__":
