@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import codecs
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -223,6 +224,11 @@ class BpeTokenizer(Tokenizer):
                 yield self._byte_ids[ord(run) - 0xDC00]
             elif run:
                 yield from self.encode(run)
+
+
+def encode_on_one_thread() -> None:
+    """For servers, which encode one text at a time: beside it the library's threads, one for each core, only spin."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class IncrementalDecoder:

@@ -20,6 +20,7 @@ from nsm_core.control_group import max_memory_bytes, usable_threads
 from nsm_core.errors import ConfigError, DeviceUnusable, NsmError
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
+from nsm_core.tokenizer import encode_on_one_thread
 from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
@@ -71,8 +72,7 @@ def run(settings: Settings) -> None:
 
 def limit_threads_and_memory() -> None:
     """Of this process, once; its children inherit what concerns threads."""
-    # A server encodes one text at a time: beside it the library's threads, one for each core, would only spin
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    encode_on_one_thread()
     limit_arenas(NUM_ARENAS)
     pause_collection()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -165,6 +166,17 @@ async def test_short_beginnings_that_come_back_are_kept_whatever_a_new_prompt_mu
         chat = ids(70) + ids(90, seed=9)
         assert await ask(server, chat) == 64
         assert await ask(server, chat + ids(70, seed=8)) == len(chat)
+
+
+async def test_on_a_gpu_beginnings_are_kept_only_where_reading_takes_longer_than_a_copy_to_the_host() -> None:
+    backend = FakeBackend()
+    backend.model = dataclasses.replace(backend.model, numerics="cuda/bf16/some GPU")
+    async with gateway(backend, prefix_min_tokens=128) as server:
+        await ask(server, ids(140))
+        await ask(server, ids(140))
+        await ask(server, ids(1100, seed=1))
+    assert [request.keep_states_at for request in backend.requests] == [(), (), (1100,)]
+    assert [request.keep_state for request in backend.requests] == [False] * 3
 
 
 async def test_R2_what_the_engine_resumes_is_the_state_after_exactly_these_ids() -> None:
