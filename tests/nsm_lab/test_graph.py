@@ -84,3 +84,12 @@ def test_nodes_without_writes_leave_the_learned_slots() -> None:
     torch.testing.assert_close(slots, mixer.initial_slots.expand_as(slots))
     slots = mixer.write(torch.ones(2, 5, 2, 16), torch.full((2, 5, 2, 6), 20.0))
     torch.testing.assert_close(slots, torch.ones_like(slots))
+
+
+@pytest.mark.parametrize("router", MODELS)
+def test_shares_of_a_node_in_the_states_add_up_to_one(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = next(module for module in MODELS[router].modules() if isinstance(module, GraphMixer))
+    links, seen = mixer.links, []
+    monkeypatch.setattr(mixer, "links", lambda shares, edges: (seen.append(shares), links(shares, edges))[1])
+    MODELS[router](*random_graphs(2, 8, seed=7))
+    torch.testing.assert_close(seen[0].sum(dim=-1), torch.ones(2, 8, CONFIG.num_heads).double(), atol=1e-4, rtol=0)
