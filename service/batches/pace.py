@@ -1,7 +1,7 @@
 """How many lines run at once: live requests come first.
 
 - While no live request is there, lines take half of the slots.
-- Beside live requests one line runs, so that a batch gets on.
+- Lines that run go on when a live request comes. Beside it none begins while another runs, so that a batch gets on.
 - When a live request waits for a slot, the newest lines give theirs up, and are run again later.
 """
 
