@@ -71,13 +71,27 @@ def test_redis_keeps_what_it_is_told_and_asks_for_the_password(services: Service
     assert services.redis.password not in services.redis.shown()
 
 
-def test_a_session_goes_on_at_whichever_gateway_the_proxy_chooses(services: Services) -> None:
-    assert services.client.post("/v1/sessions", json={"id": "s"}).status_code == 200
-    answers = [services.say("s", f"turn {number}") for number in range(4)]
-    assert [answer.json()["session"]["version"] for answer in answers] == [1, 2, 3, 4]
-    path = "/v1/sessions/s/generate"
-    wait_until(lambda: len(services.gateways_of(path)) == 4, "the last line of the proxy's log")
-    assert set(services.gateways_of(path)) == {one.address for one in services.gateways}
+def test_a_session_stays_at_the_gateway_that_the_proxy_chose(services: Services) -> None:
+    names, used = [f"s{number}" for number in range(8)], set()
+    for name in names:
+        assert services.client.post("/v1/sessions", json={"id": name}).status_code == 200
+        answers = [services.say(name, f"turn {number}") for number in range(3)]
+        assert [answer.json()["session"]["version"] for answer in answers] == [1, 2, 3]
+    for name in names:
+        path = f"/v1/sessions/{name}/generate"
+        wait_until(lambda: len(services.gateways_of(path)) == 3, "the last line of the proxy's log")  # noqa: B023
+        (gateway,) = set(services.gateways_of(path))
+        used.add(gateway)
+    assert used == {one.address for one in services.gateways}
+
+
+def test_a_session_goes_on_at_any_gateway(services: Services) -> None:
+    assert services.client.post("/v1/sessions", json={"id": "any"}).status_code == 200
+    body = {"input": "a turn", "max_tokens": 4, "ignore_eos": True}
+    for version in range(1, 5):
+        address = services.gateways[version % 2].address
+        answer = httpx.post(f"http://{address}/v1/sessions/any/generate", json=body, timeout=60.0)
+        assert answer.json()["session"]["version"] == version
 
 
 def test_a_completion_arrives_in_pieces_with_the_headers_of_the_gateway(services: Services) -> None:
