@@ -85,7 +85,7 @@ async def take_turns(app: FastAPI, stopwatch: Stopwatch, args: argparse.Namespac
         return {name: registry.get_sample_value(metric) or 0.0 for name, metric in MEASURED.items()}
 
     rows, transport = [], httpx.ASGITransport(app)
-    async with httpx.AsyncClient(base_url="http://gateway", transport=transport, timeout=600) as client:
+    async with httpx.AsyncClient(base_url="http://localhost", transport=transport, timeout=600) as client:
         (await client.post("/v1/sessions", json={"id": "s"})).raise_for_status()
         for _ in range(NUM_WARM_UP + args.turns):
             stopwatch.seconds.clear()
