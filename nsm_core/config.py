@@ -13,6 +13,7 @@ from typing import Any
 from nsm_core.errors import ConfigError
 from nsm_core.layer_pattern import parse_layer_pattern
 
+TOKENIZER_FILE = "tokenizer.json"  # here for commands that read no tokenizer
 MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
 MAX_LAYERS = 1024
 ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py

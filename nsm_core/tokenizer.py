@@ -15,11 +15,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nsm_core.chat_template import ChatTemplate
+from nsm_core.config import TOKENIZER_FILE as TOKENIZER_FILE
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.hashing import identity
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
 DESCRIPTION_FILE = "tokenizer_config.json"
 
 _ESCAPED_BYTE = re.compile("([\udc80-\udcff])")  # what the surrogateescape handler makes of a bad byte

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nsm_core.config import canonical_json, read_fields
+from nsm_core.config import TOKENIZER_FILE, canonical_json, read_fields
 from nsm_core.errors import CheckpointError, NsmError
 from nsm_core.hashing import new_identity
-from nsm_core.tokenizer import TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
