@@ -61,6 +61,8 @@ HELP = {
     "out": "directory for the model, the log and what a resumed run needs",
     "tokenizer": "tokenizer.json to use; without it one is learned from the training split",
     "cache": "directory for token ids, which runs may share; default OUT/cache",
+    "start": "model directory whose weights the run begins with; default: new ones",
+    "keep_heads": "heads of each keyed layer that are made to keep what they hold, default 0",
     "recall_end": "the share of --recall at the end of the run, reached in a straight line; default: the same",
     "resume": "go on from the last save in --out",
 }
@@ -88,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _type_of(name: str, is_path: bool, default: object) -> Callable[[str], object]:
-    if is_path or name in ("tokenizer", "cache"):
+    if is_path or name in ("tokenizer", "cache", "start"):
         return Path
     return float if name == "recall_end" else type(default)
 

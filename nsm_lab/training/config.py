@@ -39,6 +39,8 @@ class TrainConfig:
     recall: float = 0.0  # share of the training tokens that repeat or ask for what the same document said before
     recall_end: float | None = None  # the share at the end of the run, reached in a straight line; None: the same
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
+    start: Path | None = None  # model directory whose weights the run begins with; None: new ones
+    keep_heads: int = 0  # of each keyed layer: heads that are made to keep (nsm_lab/training/keeping.py)
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
@@ -66,6 +68,9 @@ class TrainConfig:
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
+        is_keyed = "K" in self.model.layer_pattern
+        most = self.model.num_heads if is_keyed else 0
+        self._require(0 <= self.keep_heads <= most, "keep_heads", f"between 0 and {most}")
         has_tiers = self.tier_share == 0 or bool(self.model.state_tiers)
         self._require(has_tiers, "tier_share", "0 for a model without state_tiers")
         self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")

@@ -19,7 +19,7 @@ from nsm_core.errors import ConfigError
 from nsm_core.model.balance import slot_use, weighted
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
-from nsm_core.model.storage import WeightFormat, save_model
+from nsm_core.model.storage import WeightFormat, read_model, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import TOKENIZER_FILE, BpeTokenizer, Tokenizer
@@ -30,6 +30,7 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data import IGNORED_TARGET, Batch, PackedBatches, TokenizedSplit, tokenize_split
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.distributed import World, join_world, leave_world, mean_over_world
+from nsm_lab.training.keeping import KeepingHeads, make_keeping_heads
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
 from nsm_lab.training.recall import recall_split, shares_by_time
@@ -170,7 +171,7 @@ class Trainer:
         # The router's products stay outside bf16; on a GPU they may round to TF32 in training, where routing moves at
         # every step anyway. A served model computes them in full.
         torch.backends.cuda.matmul.allow_tf32 = True
-        self.model = NsmModel(config.model).to(world.device)
+        self.model = self._start().to(world.device)
         self.train_batches = self._batches("train")
         self.val_batches = self._batches("val")
         self.optimizers = Optimizers(self.model, config)
@@ -185,8 +186,21 @@ class Trainer:
         self.first_step = 0
         if config.resume:
             self.first_step = checkpointing.load(config.out, self.model, self.optimizers, self.average)
+        self._keeping = KeepingHeads(self.model)
         self.module = self._build_module()
         self._routers = self._loss_module.routers
+
+    def _start(self) -> NsmModel:
+        """The model as the run begins; what a resumed run has learned is loaded over it."""
+        model = NsmModel(self.config.model)
+        if self.config.start is not None:
+            started, _, _ = read_model(self.config.start)
+            if started.config != self.config.model:
+                raise ConfigError(f"{self.config.start} holds a model of other sizes than the run's")
+            model.load_state_dict(started.state_dict())
+        if self.config.keep_heads > 0:
+            make_keeping_heads(model, self.config.keep_heads)
+        return model
 
     def _batches(self, split: str) -> PackedBatches:
         if split not in ("train", "val"):
@@ -263,6 +277,7 @@ class Trainer:
         return config.out
 
     def _follow_step(self) -> None:
+        self._keeping.hold()
         if self.average is not None:
             self.average.update()
         for router in self._routers:

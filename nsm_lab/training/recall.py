@@ -22,8 +22,8 @@ from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import make_fact
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
-PASSAGE_DISTANCE = (160, 24_576)  # tokens from its beginning to its return
-FACT_DISTANCE = (32, 32_768)  # tokens from a statement to a question
+PASSAGE_DISTANCE = (384, 32_768)  # tokens from its beginning to its return
+FACT_DISTANCE = (96, 49_152)  # tokens from a statement to a question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
 FACT_SHARE = 0.35  # of all insertions, by their number; a fact's questions belong to its statement
 NUM_FACTS = 32_768  # made for a run

@@ -273,3 +273,37 @@ def test_a_sigmoid_router_writes_to_all_slots_however_many_there_are() -> None:
     assert (config.model.router, config.model.write_top_k) == ("sigmoid", 32)
     with pytest.raises(ConfigError, match="write_top_k must be num_memory_slots"):
         parse(["--data", "d", "--out", "o", "--preset", "base", "--write-top-k", "8"])
+
+
+def test_a_run_starts_with_the_weights_of_another_model(config: TrainConfig, tmp_path: Path) -> None:
+    first = train(dataclasses.replace(config, steps=2))
+    second = train(
+        dataclasses.replace(config, start=first, out=tmp_path / "second", steps=1, muon_lr=1e-9, adam_lr=1e-9)
+    )
+    started, before = weights(second), weights(first)
+    assert all(torch.allclose(value, before[name], atol=1e-5) for name, value in started.items())
+
+
+def test_a_start_of_other_sizes_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    first = train(dataclasses.replace(config, steps=1))
+    other = dataclasses.replace(
+        config, start=first, out=tmp_path / "second", model=dataclasses.replace(MODEL, mlp_hidden=32)
+    )
+    with pytest.raises(ConfigError, match="other sizes"):
+        train(other)
+
+
+def test_keeping_heads_are_those_of_the_start_in_a_resumed_run(config: TrainConfig) -> None:
+    keyed = dataclasses.replace(
+        MODEL, layer_pattern="K", num_memory_slots=16, write_top_k=16, slot_width=16, num_heads=4
+    )
+    config = dataclasses.replace(config, model=keyed, keep_heads=1, steps=4, save_every=2)
+    train(dataclasses.replace(config, steps=2))
+    resumed = weights(train(dataclasses.replace(config, resume=True)))
+    decays = [value[4:] for name, value in resumed.items() if name.endswith("rates.weight")]
+    assert [(rows == 0).all(dim=1).tolist() for rows in decays] == [[False, False, False, True]] * 2
+
+
+def test_keeping_heads_need_keyed_layers(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="keep_heads must be between 0 and 0"):
+        dataclasses.replace(config, keep_heads=1)

@@ -1,0 +1,92 @@
+"""Heads that are made to keep: which ones give way, and what training may not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.keyed import KeyedMixer
+from nsm_core.model.nsm import NsmModel
+from nsm_lab.training.keeping import BIAS_ROOM, CONTEXT_LENGTH, TIMESCALE, KeepingHeads, make_keeping_heads
+
+HEADS = 4
+
+
+@pytest.fixture
+def model() -> NsmModel:
+    torch.manual_seed(0)
+    return NsmModel(
+        ModelConfig(
+            vocab_size=64,
+            d_model=32,
+            num_layers=2,
+            num_heads=HEADS,
+            layer_pattern="K",
+            num_memory_slots=8,
+            write_top_k=8,
+            slot_width=8,
+            mlp_hidden=32,
+        )
+    )
+
+
+def mixers(model: NsmModel) -> list[KeyedMixer]:
+    return [module for module in model.modules() if isinstance(module, KeyedMixer)]
+
+
+def rates(mixer: KeyedMixer) -> dict[str, torch.Tensor]:
+    """Strength and log decay [T,H] of random tokens."""
+    return {name: rate[0] for name, rate in mixer._rates(torch.randn(1, 50, 32), None).items()}
+
+
+def test_make_keeping_heads_of_new_weights_takes_the_last_heads(model: NsmModel) -> None:
+    make_keeping_heads(model, 2)
+    for mixer in mixers(model):
+        decay = rates(mixer)["log_decay"]
+        assert torch.allclose(decay[:, 2:], torch.tensor(-1.0 / TIMESCALE), rtol=1e-2)
+        assert (decay[:, :2] < -10.0 / TIMESCALE).all()
+
+
+def test_make_keeping_heads_spares_a_head_that_has_not_learned_to_clear_itself(model: NsmModel) -> None:
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.rates.weight[:3] *= 100.0
+    make_keeping_heads(model, 2)
+    for mixer in mixers(model):
+        is_keeping = rates(mixer)["log_decay"][0] > -3.0 / TIMESCALE
+        assert is_keeping.tolist() == [False, True, True, False]
+
+
+def test_make_keeping_heads_adds_nothing_to_the_residual(model: NsmModel) -> None:
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.out.weight.normal_()
+    make_keeping_heads(model, 1)
+    for mixer in mixers(model):
+        of_heads = mixer.out.weight.unflatten(1, (HEADS, -1))
+        assert (of_heads[:, -1] == 0).all()
+        assert (of_heads[:, :-1] != 0).all()
+
+
+def test_keeping_heads_hold_their_rates_through_steps_of_an_optimiser(model: NsmModel) -> None:
+    make_keeping_heads(model, 2)
+    keeping = KeepingHeads(model)
+    before = [mixer.rates.bias.detach().clone() for mixer in mixers(model)]
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.rates.weight.normal_()
+            mixer.rates.bias += 3.0
+    keeping.hold()
+    for mixer, old in zip(mixers(model), before, strict=True):
+        assert torch.allclose(mixer.rates.bias[2:HEADS], old[2:HEADS] + BIAS_ROOM)
+        assert torch.allclose(mixer.rates.bias[HEADS + 2 :], old[HEADS + 2 :])
+        assert (mixer.rates.weight[HEADS + 2 :] == 0).all()
+        assert (mixer.rates.weight[2:HEADS].norm(dim=1) <= CONTEXT_LENGTH * 1.001).all()
+        assert torch.allclose(mixer.rates.bias[:2], old[:2] + 3.0)
+
+
+def test_keeping_heads_of_a_model_without_them_change_nothing(model: NsmModel) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    KeepingHeads(model).hold()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
