@@ -242,6 +242,7 @@ class AsyncEngine:
         self._stats = self._engine.stats()
         self._post(events, [] if self._token_listener is None else self._engine.take_tokens())
         self._after_step()
+        self._engine.rest()
         return not is_closed
 
     def _add(self, command: _Submit) -> Events:

@@ -16,6 +16,7 @@ from nsm_core.engine.apply import ResultApplier
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import FinishReason, GenerationRequest
 from nsm_core.engine.request_check import RequestCheck
+from nsm_core.engine.rest import Rest
 from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
@@ -88,6 +89,7 @@ class Engine:
         self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
+        self._rest = Rest(self._runner.pool, clock)
         self._routing = RoutingWatch(probe, clock=clock)
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
         self._slices = DecodeSlices(is_possible=made.decode_rounds is not None)
@@ -149,6 +151,7 @@ class Engine:
         )
         self._shared.queue(sequence)
         self._active.add(sequence)
+        self._rest.used()
 
     def cancel(self, request_id: str) -> None:
         """The request ends with `abort` before the next step; an unknown id is ignored."""
@@ -187,6 +190,10 @@ class Engine:
     def take_tokens(self) -> list[TokenBatch]:
         """Plain tokens of tagged requests since the last call; they come before the events of the last step."""
         return self._applier.take_tokens()
+
+    def rest(self) -> None:
+        """After each turn of whoever steps: an engine that has been idle for a while gives memory back."""
+        self._rest.turn(has_work=self.has_work or self._in_flight is not None)
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""

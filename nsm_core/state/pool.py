@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from nsm_core.state.pages import Pages
 from nsm_core.state.spec import State, StateSpec
 
 # What a freed row reads as in its int64 tensors, where there is no NaN.
@@ -36,7 +37,11 @@ class StatePool:
         self.spec = spec
         self.num_rows = num_rows
         self._dtypes = {tensor.name: tensor.dtype for tensor in spec.tensors}
-        self._storage = _allocate(spec, num_rows, device, held_as)
+        self._pages: list[Pages] = []
+        if torch.device(device).type == "cpu":
+            self._storage = self._map(held_as)
+        else:
+            self._storage = _allocate(spec, num_rows, device, held_as)
         self._leased: set[int] = set()
         self._poison = poison
         if poison:
@@ -106,6 +111,23 @@ class StatePool:
         self.check_leased((row,))
         return self.spec.pack(self._storage, row)
 
+    def give_back(self) -> None:
+        """While no row is leased, the system may have the memory of all of them; leased ones take it again."""
+        if not self._leased and not self._poison:
+            for pages in self._pages:
+                pages.give_back()
+
+    def _map(self, held_as: Mapping[str, torch.dtype]) -> State:
+        storage: State = {}
+        try:
+            for tensor in self.spec.tensors:
+                dtype = held_as.get(tensor.name, tensor.dtype)
+                self._pages.append(Pages((self.num_rows, *tensor.shape), dtype))
+                storage[tensor.name] = self._pages[-1].tensor
+        except MemoryError as error:
+            raise _no_memory(self.spec, self.num_rows) from error
+        return storage
+
     def _index(self, rows: Sequence[int]) -> Tensor:
         device, index = next(iter(self._storage.values())).device, torch.tensor(rows, dtype=torch.int64)
         # a copy of memory that may move would wait for all that a GPU has to do
@@ -133,5 +155,9 @@ def _allocate(spec: StateSpec, num_rows: int, device: torch.device | str, held_a
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        gib = num_rows * spec.num_bytes / 2**30
-        raise MemoryError(f"no memory for the states of {num_rows} slots, about {gib:.1f} GiB") from error
+        raise _no_memory(spec, num_rows) from error
+
+
+def _no_memory(spec: StateSpec, num_rows: int) -> MemoryError:
+    gib = num_rows * spec.num_bytes / 2**30
+    return MemoryError(f"no memory for the states of {num_rows} slots, about {gib:.1f} GiB")

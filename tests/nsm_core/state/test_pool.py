@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -141,3 +144,29 @@ def test_random_traces_never_leak_or_share_a_row(trace: list[tuple[str, int, int
 def test_X17_pool_larger_than_memory_is_a_memory_error_with_its_size() -> None:
     with pytest.raises(MemoryError, match=r"no memory for the states of 1000000000000 slots, about \d+\.\d GiB"):
         StatePool(SPEC, 10**12)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says how much memory is resident")
+def test_rows_that_are_not_used_take_no_memory_and_give_it_back() -> None:
+    """Of 256 MiB; what else happens in this process meanwhile is far below half of that."""
+    spec = StateSpec((TensorSpec("slots", (1 << 20,), torch.float32),))
+    before = resident_bytes()
+    pool = StatePool(spec, 64)
+    assert resident_bytes() - before < pool.num_bytes // 2
+    rows = range(64)
+    for row in rows:
+        pool.lease(row)
+        pool.write(row, {"slots": torch.ones(1, 1 << 20)})
+    assert resident_bytes() - before > pool.num_bytes // 2
+    pool.give_back()
+    assert pool.tensors["slots"][0, 0] == 1.0  # of leased rows nothing goes
+    for row in rows:
+        pool.free(row)
+    pool.give_back()
+    assert resident_bytes() - before < pool.num_bytes // 2
+    pool.lease(5)
+    assert not pool.gather((5,))["slots"].any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * mmap.PAGESIZE

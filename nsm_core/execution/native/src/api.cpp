@@ -123,8 +123,8 @@ int nsm_model_get_rows(const void* model, int layer, int part, const int64_t* ro
 
 void nsm_model_free(void* model) { delete static_cast<Model*>(model); }
 
-// Of states, which steps go through as they do through weights.
-void nsm_prefer_huge_pages(void* memory, int64_t bytes) { nsm::prefer_huge_pages(memory, static_cast<size_t>(bytes)); }
+// Of states, which steps go through as they do through weights. The system gives the memory of a row when it is used.
+void nsm_prefer_huge_pages(void* memory, int64_t bytes) { nsm::prefer_huge_pages(memory, static_cast<size_t>(bytes), false); }
 
 // memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides from row
 // to row, of memory in bytes, of tails in floats. is_half: slots and rings are fp16. The model must outlive the runner.

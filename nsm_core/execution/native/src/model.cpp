@@ -71,14 +71,14 @@ int64_t Shape::memory_numbers(Kind kind) const {
   return int64_t{heads} * slots * (kind == KEYED ? slot_width : 2 * head_dim());
 }
 
-void prefer_huge_pages(void* memory, size_t bytes) {
+void prefer_huge_pages(void* memory, size_t bytes, bool now) {
 #if defined(__linux__)
   char* first = static_cast<char*>(memory);
   char* begin = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(first) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
   if (begin + HUGE_PAGE > first + bytes) return;
   const size_t whole = static_cast<size_t>(first + bytes - begin) / HUGE_PAGE * HUGE_PAGE;
   madvise(begin, whole, MADV_HUGEPAGE);
-  madvise(begin, whole, COLLAPSE);
+  if (now) madvise(begin, whole, COLLAPSE);
 #endif
 }
 
@@ -87,7 +87,7 @@ Arena::Arena(size_t bytes) {
   next_ = static_cast<int8_t*>(std::aligned_alloc(HUGE_PAGE, left_));
   if (next_ == nullptr) throw std::bad_alloc();
   memory_.reset(next_);
-  prefer_huge_pages(next_, left_);
+  prefer_huge_pages(next_, left_, true);
 }
 
 int8_t* Arena::take(size_t bytes) {

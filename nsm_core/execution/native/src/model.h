@@ -41,8 +41,8 @@ class Buffer {
 // Of a matrix in a model's memory.
 size_t packed_bytes(int rows, int cols, bool is_int4);
 
-// Puts memory on huge pages where the system has them, also if it is in use already; else it stays what it is.
-void prefer_huge_pages(void* memory, size_t bytes);
+// Memory comes on huge pages where the system has them; `now`: also what is in use already, and at once.
+void prefer_huge_pages(void* memory, size_t bytes, bool now);
 
 // Memory for weights, on huge pages where the system has them: a step at one token streams through all of it, and small pages
 // cost it a tenth of its time. Freed as a whole.

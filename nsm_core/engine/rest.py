@@ -1,0 +1,37 @@
+"""What an engine without requests gives back to the system."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nsm_core.heap import trim_heap
+from nsm_core.state.pool import StatePool
+
+# Without a request for so long it is idle: the first request after that takes some milliseconds longer.
+AFTER_S = 10.0
+
+
+class Rest:
+    """Gives the memory of rows and of the heap back, once in each time without requests. On the engine's thread."""
+
+    def __init__(self, pool: StatePool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool, self._clock = pool, clock
+        self._since: float | None = None
+        self._has_rested = True  # nothing was used yet
+
+    def used(self) -> None:
+        """A request has come."""
+        self._since, self._has_rested = None, False
+
+    def turn(self, *, has_work: bool) -> None:
+        """After each turn of the engine."""
+        if has_work:
+            self._since = None
+            return
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        if not self._has_rested and now - self._since >= AFTER_S:
+            self._has_rested = True
+            self._pool.give_back()
+            trim_heap()

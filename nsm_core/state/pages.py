@@ -1,0 +1,43 @@
+"""Memory of states that the system gives when it is first written to, and takes back when no state is there."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+# Smaller tensors share pages with others.
+LEAST_BYTES = 1 << 20
+
+
+class Pages:
+    """Zeros [shape] on the CPU. A row that no request has used yet takes no memory.
+
+    Raises MemoryError when there is not even room for the addresses.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        count = math.prod(shape)
+        num_bytes = count * dtype.itemsize
+        self._map = _map(num_bytes) if num_bytes >= LEAST_BYTES else None
+        flat = torch.zeros(count, dtype=dtype) if self._map is None else torch.frombuffer(self._map, dtype=dtype)
+        self.tensor: Tensor = flat[:count].view(shape)
+
+    def give_back(self) -> None:
+        """All numbers are zero again, and the system has the memory."""
+        if self._map is None:
+            self.tensor.zero_()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _map(num_bytes: int) -> mmap.mmap | None:
+    """None: not on this system."""
+    if not hasattr(mmap, "MAP_PRIVATE") or not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    try:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(str(error)) from error
