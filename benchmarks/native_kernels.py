@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -66,8 +67,10 @@ def measure_products(variant: str, batches: list[int], repeats: int) -> list[Row
     return results
 
 
-def open_executor(variant: str, num_rows: int, precision: Precision = Precision.INT8) -> NativeExecutor:
-    model = load_checkpoint(MEASURED_MODEL).model
+def open_executor(
+    variant: str, num_rows: int, precision: Precision = Precision.INT8, path: Path = MEASURED_MODEL
+) -> NativeExecutor:
+    model = load_checkpoint(path).model
     executor = NativeExecutor(model, num_rows=num_rows, weights=NativeWeights(model, variant, precision=precision))
     for row in range(num_rows):
         executor.pool.lease(row)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.peers import figures, sessions, streams
 from benchmarks.peers.build_llama import DIRECTORY, VERSION, LlamaBuild
 from benchmarks.peers.ceilings import measure_ceilings
@@ -41,13 +42,13 @@ def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken,
     """Ceilings, decoding, prompts, and decoding after a long text, each in rounds; ours lives in this process."""
     taken: Taken = {}
     most = max(args.batches)
-    ours = Ours(OURS, "auto", max_batch=most)
+    ours = Ours(OURS, "auto", args.model, max_batch=most)
     llamas = [Llama(build, name) for name in LLAMA_CPP]
     owns = (
         ours,
-        Ours(OURS_INT4, "native-int4", max_batch=most),
-        bundled_kernels(KERNELS, Precision.INT8, max_batch=most),
-        bundled_kernels(KERNELS_INT4, Precision.INT4, max_batch=most),
+        Ours(OURS_INT4, "native-int4", args.model, max_batch=most),
+        bundled_kernels(KERNELS, Precision.INT8, args.model, max_batch=most),
+        bundled_kernels(KERNELS_INT4, Precision.INT4, args.model, max_batch=most),
         rwkv7_kernels(build.model("rwkv7"), max_batch=most),
     )
     subjects = {subject.name: subject for subject in (*owns, *llamas)}
@@ -76,11 +77,11 @@ def measure_servers(build: LlamaBuild, args: argparse.Namespace) -> Taken:
                 "rounds": args.rounds,
                 "progress": progress,
             }
-            merge(taken, asyncio.run(streams.measure_streams(build, Path(directory), **work)))
+            merge(taken, asyncio.run(streams.measure_streams(build, Path(directory), args.model, **work)))
     if "sessions" in args.parts:
         sizes = {"length": args.session, "repeats": args.resumed}
         with tempfile.TemporaryDirectory() as directory:
-            merge(taken, asyncio.run(sessions.measure_ours(Path(directory), **sizes)))
+            merge(taken, asyncio.run(sessions.measure_ours(Path(directory), args.model, **sizes)))
             progress(f"a session of {args.session} tokens: {OURS}")
             for name in args.session_peers:
                 try:
@@ -100,6 +101,7 @@ def merge(taken: Taken, more: Taken) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where build_llama put llama.cpp")
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="ours: model directory or name")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5, help="of ceilings, engines and streams, by turns")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.engine import Bench
-from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.native_kernels import open_executor
 from benchmarks.peers.figures import RWKV7_KERNELS, Figures
 from nsm_core.execution.base import Executor
@@ -30,11 +29,11 @@ def cpu_s(work: Callable[[], object]) -> float:
 
 
 class Ours:
-    """pulse-books behind the whole engine: scheduler, sampler and what becomes of tokens are in its figures."""
+    """A bundled model behind the whole engine: scheduler, sampler and what becomes of tokens are in its figures."""
 
-    def __init__(self, name: str, executor_name: ExecutorName, *, max_batch: int) -> None:
+    def __init__(self, name: str, executor_name: ExecutorName, model: Path, *, max_batch: int) -> None:
         self.name = name
-        loaded = load_checkpoint(MEASURED_MODEL)
+        loaded = load_checkpoint(model)
         executor = choose_executor(loaded, executor_name)
         self.about = {"model": loaded.name, "executor": executor.name, "numerics": executor.numerics}
         self._bench = Bench(loaded, executor, max_slots=max_batch, token_budget=TOKEN_BUDGET)
@@ -97,10 +96,10 @@ class OurKernels:
             self._executor.pool.write(row, self._executor.initial)
 
 
-def bundled_kernels(name: str, precision: Precision, *, max_batch: int) -> OurKernels:
-    """Of pulse-books. Raises RuntimeError where the kernels were not built."""
+def bundled_kernels(name: str, precision: Precision, model: Path, *, max_batch: int) -> OurKernels:
+    """Raises RuntimeError where the kernels were not built."""
     _require_kernels()
-    return OurKernels(name, open_executor(variants()[0], max_batch, precision))
+    return OurKernels(name, open_executor(variants()[0], max_batch, precision, model))
 
 
 def rwkv7_kernels(file: Path, *, max_batch: int) -> OurKernels:

@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.peers.build_llama import LlamaBuild
 from nsm_core.errors import NsmError
 from nsm_lab.bench.builds import RUN
@@ -61,12 +60,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def nsm_server(directory: Path, *, slots: int) -> Iterator[Server]:
+def nsm_server(directory: Path, model: Path, *, slots: int) -> Iterator[Server]:
     """Our gateway with an engine; its sessions lie under `directory`."""
     port = free_port()
     command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", "1"]
     command += ["--max-slots", str(slots), "--data-dir", str(directory / "nsm")]
-    command += ["--model", str(MEASURED_MODEL), "--speculation", "off"]  # llama-server drafts nothing either
+    command += ["--model", str(model), "--speculation", "off"]  # llama-server drafts nothing either
     server = Server(command, port=port, log=directory / "nsm.log")
     try:
         yield server

@@ -41,15 +41,15 @@ class Clocks:
         return ((first or time.perf_counter()) - started) * 1e3, (self._server.use.cpu_s() - cpu_s) * 1e3
 
 
-async def measure_ours(directory: Path, *, length: int, repeats: int) -> Taken:
+async def measure_ours(directory: Path, model: Path, *, length: int, repeats: int) -> Taken:
     """Raises NsmError."""
     taken: Taken = {}
     path, at = "/v1/sessions/long/generate", f"session.{length}"
-    with nsm_server(directory, slots=1) as server:
+    with nsm_server(directory, model, slots=1) as server:
         await server.endpoint.json("POST", "/v1/sessions", {"id": "long"})
         wall, cpu = await Clocks(server).ask(path, {"input": random_ids(length)})
         add(taken, "ours", {f"{at}.reread_ms": wall, f"{at}.reread_cpu_ms": cpu})
-    with nsm_server(directory, slots=1) as server:
+    with nsm_server(directory, model, slots=1) as server:
         await server.endpoint.json("POST", "/v1/sessions", {"id": "short"})
         await Clocks(server).ask("/v1/sessions/short/generate", {"input": random_ids(NEW_TOKENS)})  # the first of all
         for _ in range(repeats):

@@ -17,6 +17,7 @@ SHOWN = ("tokens_per_cpu_s", "tokens_per_s", "ttft_p50_ms")
 async def measure_streams(
     build: LlamaBuild,
     directory: Path,
+    model: Path,
     *,
     clients: Sequence[int],
     num_tokens: int,
@@ -28,7 +29,7 @@ async def measure_streams(
     work = HttpWork(concurrencies=tuple(clients), num_tokens=num_tokens, lengths=(), repeats=1)
     slots = max(clients)
     with contextlib.ExitStack() as stack:
-        servers = {OURS: stack.enter_context(nsm_server(directory, slots=slots))}
+        servers = {OURS: stack.enter_context(nsm_server(directory, model, slots=slots))}
         for name in LLAMA_CPP:
             peer = llama_server(build, name, directory, slots=slots, context=CONTEXT_OF_STREAM)
             servers[name] = stack.enter_context(peer)
