@@ -8,7 +8,7 @@ from typing import Any
 from nsm_core.errors import NsmError, VersionConflict
 from service.batches.batch import KEEP_LINES_S, Batch, batch_not_found
 from service.batches.requests import is_failed
-from service.files.index import MAX_TRIES, add_id, ids_of, remove_id
+from service.files.index import MAX_IDS, MAX_TRIES, add_id, ids_of, remove_id
 from service.stores.records.base import ABSENT, RecordStore
 
 INDEX = "batches"
@@ -24,10 +24,20 @@ class BatchLibrary:
 
     async def add(self, batch: Batch) -> Batch:
         """It will be run when this returns. Raises InvalidRequest when the tenant has too many."""
+        await self._make_room(batch.tenant)
         await add_id(self._records, batch.tenant, INDEX, batch.id)
         added = await self._put(batch)
         await add_id(self._records, EVERYBODY, INDEX, f"{batch.id} {batch.tenant}", is_bounded=False)
         return added
+
+    async def _make_room(self, tenant: str) -> None:
+        """Deletes the oldest batch that has ended, where the tenant has as many as there may be."""
+        if len(await ids_of(self._records, tenant, INDEX)) < MAX_IDS:
+            return
+        oldest = next((batch for batch in await self.list_all(tenant) if batch.has_ended), None)
+        if oldest is not None:
+            await remove_id(self._records, tenant, INDEX, oldest.id)
+            await self._records.delete(tenant=tenant, kind="batch", record_id=oldest.id)
 
     async def get(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFound."""

@@ -57,8 +57,9 @@ class Embeddings:
         body, services = self._body, self._services
         start = await self._state_of((services.backend.tokenizer.end_of_text_id,), "start")
         vectors: list[Floats] = []
-        for first in range(0, len(self._ids), INPUTS_AT_ONCE):
-            some = self._ids[first : first + INPUTS_AT_ONCE]
+        at_once = services.tenants.at_once(self._tenant, INPUTS_AT_ONCE)
+        for first in range(0, len(self._ids), at_once):
+            some = self._ids[first : first + at_once]
             with services.tenants.enter(self._tenant, len(some)):
                 states = await asyncio.gather(
                     *(self._state_of(ids, str(first + number)) for number, ids in enumerate(some))

@@ -131,6 +131,11 @@ class Tenants:
         self._running[tenant] += num_requests
         return Permit(self._running, tenant, num_requests)
 
+    def at_once(self, tenant: str, most: int) -> int:
+        """How many of `most` requests to the engine `enter` would let in, if no other ran."""
+        limit = self._limits(tenant).max_concurrent
+        return most if limit is None else min(most, limit)
+
     def may_cache_prefixes(self, tenant: str) -> bool:
         """Whether the operator lets this tenant's stateless requests keep states and start from them."""
         return self._limits(tenant).prefix_cache

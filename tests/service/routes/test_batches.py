@@ -236,3 +236,14 @@ async def test_a_batch_on_an_engine_gives_the_texts_of_live_requests(make_backen
         for number, body in enumerate(bodies):
             live = (await server.client.post("/v1/completions", json=body)).json()
             assert output[f"line-{number}"]["response"]["body"]["choices"] == live["choices"]
+
+
+async def test_the_oldest_batch_that_has_ended_makes_room(server: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.batches.library.MAX_IDS", 2)
+    monkeypatch.setattr("service.files.index.MAX_IDS", 4)  # of its files: room for three inputs and one output
+    first = await ended(server, await begin(server, b"no line"))
+    second = await ended(server, await begin(server, b"no line"))
+    third = await begin(server, b"no line")
+    assert [one.id async for one in server.openai.batches.list()] == [third.id, second.id]
+    with pytest.raises(openai.NotFoundError):
+        await server.openai.batches.retrieve(first.id)

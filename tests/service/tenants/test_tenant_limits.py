@@ -224,3 +224,11 @@ async def test_D3_documents_count_and_deleting_them_makes_room(keys_file: Path, 
         assert (await client.delete(path, headers=headers)).status_code == 200
         assert await server.services.records.usage(tenant="acme") == 0
         assert (await server.services.store.usage(tenant="acme")).num_bytes == 0
+
+
+async def test_texts_to_embed_wait_for_each_other_under_a_limit(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="max_concurrent = 1") as server:
+        response = await server.client.post("/v1/embeddings", json={"input": ["a", "b", "c"]}, headers=acme.headers)
+        assert response.status_code == 200, response.text
+        assert len(response.json()["data"]) == 3
+        assert server.services.tenants._running["acme"] == 0
