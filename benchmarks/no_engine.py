@@ -41,6 +41,7 @@ class NoEngine:
         self._stats = EngineStats(max_slots=1024)
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
         self._tagged = TaggedRows(self._ids)
+        self.may_overlap = True  # so that it is asked for its arrays
         self.grammars = grammars(tokenizer)
         self.interrupt = threading.Event()  # which nothing waits for: steps here are short
 
@@ -62,6 +63,11 @@ class NoEngine:
         self._running[request.request_id] = (request, output, [])
         if tag is not None and is_tagged and self._step_s:
             self._tagged.open(request.request_id, tag, request.sampling.max_tokens)
+
+    def text_of(self, request: Any) -> Any:
+        from nsm_core.engine.token_text import TokenText
+
+        return TokenText(self._tokenizer, request)
 
     def take_tokens(self) -> Any:
         return self._tagged.take()

@@ -107,8 +107,9 @@ class ResultApplier:
         if is_plain.any():
             self._batches.append(TokenBatch(step.tags[is_plain], ids[is_plain]))
             self._stats.counters.tokens_generated += len(self._batches[-1].ids)
+        all_ids = ids.tolist()
         for index in np.flatnonzero(~is_plain).tolist():
-            slot, token_id = step.slots[index], int(ids[index])
+            slot, token_id = step.slots[index], all_ids[index]
             sequence = step.sequences[slot]
             if running.get(slot) is not sequence or slot in step.paused:
                 continue  # it ended, and the slot may be another's; or it skipped the step

@@ -10,10 +10,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
 
 from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
@@ -98,6 +100,8 @@ class AsyncEngine:
         self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
         self._token_listener: Callable[[TokenBatch], None] | None = None
+        self._tags = itertools.count()
+        self._by_tag: WeakValueDictionary[int, GenerationHandle] = WeakValueDictionary()
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = asyncio.Event()
@@ -150,10 +154,15 @@ class AsyncEngine:
         self.require_room()
         self._engine.check(request)
         self._check_num_watched(request)
-        handle = GenerationHandle(request, self._cancel, self._pace)
+        text = None
+        if tag is None and self._engine.may_overlap and request.has_free_text:
+            tag, text = next(self._tags), self._engine.text_of(request)
+        handle = GenerationHandle(request, self._cancel, self._pace, text)
         if self._loop is not None:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
+        if text is not None and tag is not None:
+            self._by_tag[tag] = handle
         if request.sampling.grammar is None:
             self._inbox.put(_Submit(request, time.monotonic(), tag=tag))
         else:
@@ -240,7 +249,7 @@ class AsyncEngine:
                 events += self._add(command)
         events += self._engine.abort_all() if is_closed else self._engine.step()
         self._stats = self._engine.stats()
-        self._post(events, [] if self._token_listener is None else self._engine.take_tokens())
+        self._post(events, self._engine.take_tokens() if self._engine.may_overlap else [])
         self._after_step()
         self._engine.rest()
         return not is_closed
@@ -277,6 +286,9 @@ class AsyncEngine:
         for batch in tokens:
             if self._token_listener is not None:
                 self._token_listener(batch)
+                continue
+            for tag, token_id in zip(batch.tags.tolist(), batch.ids.tolist(), strict=True):
+                self._by_tag[tag].deliver_id(token_id)
         for request_id, event in events:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):

@@ -27,6 +27,7 @@ from nsm_core.engine.slow_steps import SlowSteps
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
 from nsm_core.engine.token_rows import TokenBatch, TokenRows
+from nsm_core.engine.token_text import TokenText
 from nsm_core.errors import InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
@@ -84,6 +85,7 @@ class Engine:
             prompt_unit=made.prompt_unit,
         )
         overlap = made.overlap if made.savepoint is None else None
+        self.may_overlap = overlap is not None  # only then are there plain tokens for `take_tokens`
         self._token_rows = TokenRows(config.max_slots, tokenizer.vocab_size)
         self._runner = Runner(made, self._token_rows)
         self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
@@ -117,6 +119,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._active.by_id)
+
+    def text_of(self, request: GenerationRequest) -> TokenText:
+        """Makes the text of a request with a tag."""
+        return TokenText(self._tokenizer, request)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""

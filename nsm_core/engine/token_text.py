@@ -34,8 +34,8 @@ class TokenText:
     def event_of(self, reported: Event | int) -> Event:
         """An event that the engine reported, or a plain token by its id, with its text."""
         if isinstance(reported, int):
-            (text,) = self.texts((reported,))
-            return TokenEvent(index=self._num_tokens, token_id=reported, text=text)
+            self._num_tokens += 1
+            return TokenEvent(index=self._num_tokens, token_id=reported, text=self._text(reported))
         if isinstance(reported, TokenEvent):
             (text,) = self.texts((reported.token_id,))
             return dataclasses.replace(reported, text=text)

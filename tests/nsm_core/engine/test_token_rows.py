@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
-from nsm_core.engine.request import TokenEvent
+from nsm_core.engine.async_engine import AsyncEngine
+from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.token_rows import NUM_HELD, TokenRows
 from nsm_core.engine.token_text import TokenText
@@ -82,6 +85,26 @@ def test_those_that_reach_their_last_token_are_told_at_the_launch(tiny_tokenizer
     row_of(rows, 1, tiny_tokenizer, tag=1, max_tokens=9)
     assert rows.launched(np.array([0, 1])).tolist() == []
     assert rows.launched(np.array([0, 1])).tolist() == [0]
+
+
+async def test_an_engine_of_this_process_gives_the_events_of_one_whose_steps_do_not_overlap(
+    tiny_tokenizer: Tokenizer,
+) -> None:
+    requests = [
+        make_request(f"r{number}", random_ids(number, 5), max_tokens=30 + number, stop=("x",) * (number == 2))
+        for number in range(4)
+    ]
+    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off"))
+    await engine.start()
+
+    async def read(request: GenerationRequest) -> list[Event]:
+        return [event async for event in engine.submit(request).events()]
+
+    found = await asyncio.gather(*map(read, requests))
+    await engine.stop()
+    want = run_all(make_engine(small_model(), tiny_tokenizer, speculation="off"), requests)
+    for request, events in zip(requests, found, strict=True):
+        assert events == want[request.request_id].events
 
 
 def test_most_tokens_of_requests_with_tags_are_no_events(tiny_tokenizer: Tokenizer) -> None:
