@@ -24,6 +24,7 @@ NsmError
 ├── NumericalError       the model gave values that are not finite for this request
 ├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
+│   └── StartFailed          a process of a server with workers failed again and again and was never ready
 ├── StoreUnavailable     the session store cannot be reached
 │   └── StoreDamaged     its file is no database, or lacks one of its tables
 │       └── StoreReplaced    its files were removed, moved or replaced while it is open
@@ -174,6 +175,10 @@ class StepFailed(NsmError):
 
 class EngineDead(NsmError):
     """The engine thread stopped after an unexpected failure."""
+
+
+class StartFailed(EngineDead):
+    """A process of a server with workers failed several times in a row before it was ever ready."""
 
 
 class StoreUnavailable(NsmError):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import platform
 import shlex
 import subprocess
@@ -13,7 +11,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGES = ("nsm-serve", "torch", "numpy", "tokenizers", "fastapi", "uvicorn", "orjson")
+from nsm_core.distribution import DISTRIBUTION, UNKNOWN_VERSION, version_of
+
+PACKAGES = (DISTRIBUTION, "torch", "numpy", "tokenizers", "fastapi", "uvicorn", "orjson")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,9 @@ def _git(*arguments: str) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    found = {name: version_of(name) for name in PACKAGES}
+    installed = {name: version for name, version in found.items() if version != UNKNOWN_VERSION}
+    return {"python": platform.python_version(), **installed}
 
 
 def utc_now() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
@@ -13,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from nsm_core.distribution import version_of
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import HasUpstreams, InferenceBackend
@@ -72,7 +72,6 @@ from service.web.middleware import Body, CatchErrors, RequestContext, TrackReque
 from service.web.openapi import DescribedApi, add_docs_page
 from service.web.origin import RequireHost, RequireOwnOrigin
 
-DISTRIBUTION = "nsm-serve"
 MIB = 1024 * 1024
 PREFIX_MIN_TOKENS = 128  # reading fewer tokens again costs less than storing most states: benchmarks/prefix_border.py
 # of answers that pages of other origins may read beside the usual ones
@@ -196,7 +195,7 @@ def create_app(
         description="Conversations are kept by the server: a turn sends only what is new. Errors have one shape, "
         "`ErrorBody`, and a `code` for programs.",
         summary="Recurrent language models whose conversations are small, durable states.",
-        version=importlib.metadata.version(DISTRIBUTION),
+        version=version_of(),
         servers=[{"url": "/"}],
         docs_url=None,
         redoc_url=None,

@@ -83,21 +83,29 @@ def run_gateway(
     make: Callable[[Settings], InferenceBackend],
     *,
     is_announced: bool = True,
+    started: Callable[[], None] = lambda: None,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`.
 
-    `is_announced`: whether it logs the start line.
+    `is_announced`: whether it logs the start line. `started`: called once connections are accepted.
     """
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
     app = create_app(settings, make(settings), store, prefixes, tracing)
     config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(app, config, sock, is_announced=is_announced))
+        runner.run(serve(app, config, sock, is_announced=is_announced, started=started))
 
 
-async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket, *, is_announced: bool = True) -> None:
-    """The application's whole life; errors of its start are raised, not logged."""
+async def serve(
+    app: FastAPI,
+    config: uvicorn.Config,
+    sock: socket.socket,
+    *,
+    is_announced: bool = True,
+    started: Callable[[], None] = lambda: None,
+) -> None:
+    """The application's whole life; errors of its start are raised, not logged. `started`: see run_gateway."""
     services: Services = app.state.services
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
@@ -106,7 +114,7 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket, *, is
             await warn_of_other_model(services)
         freeze_objects()
         try:
-            await GracefulServer(config, services, line).serve(sockets=[sock])
+            await GracefulServer(config, services, line, started).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
             raise cannot_listen(host, port, error) from error
     logger.info("stopped")
@@ -282,13 +290,20 @@ class GracefulServer(uvicorn.Server):
     """On the first signal: no new work, time for running work to finish, then an orderly abort of the rest.
 
     uvicorn alone closes its sockets at once, so load balancers would never see that it is not ready.
-    `start_line`, if any, is logged once connections are accepted.
+    Once connections are accepted, `start_line`, if any, is logged and `started` is called.
     """
 
-    def __init__(self, config: uvicorn.Config, services: Services, start_line: str | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        services: Services,
+        start_line: str | None,
+        started: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
         self._services = services
         self._start_line = start_line
+        self._started = started
         self._loop = asyncio.get_running_loop()
         self._stopping: asyncio.Task[None] | None = None
 
@@ -296,6 +311,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
         if self._start_line is not None:
             logger.info("%s", self._start_line)
+        self._started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""

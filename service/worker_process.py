@@ -19,10 +19,11 @@ from typing import Any
 import uvicorn
 
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
-from nsm_core.errors import NsmError
+from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.heap import freeze_objects
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import ProcessBackend
+from service.lifecycle.start_report import StartReporter
 from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
@@ -35,13 +36,21 @@ def main() -> None:
     settings = Settings(**given["settings"])
     configure_logging(settings.log_level, settings.log_format)
     limit_threads_and_memory()
-    if sys.argv[1] == "engine":
-        _run_engine(settings, given["engine_fd"])
-    else:
-        _run_worker(settings, given)
+    reporter = StartReporter(given["report_fd"])
+    try:
+        if sys.argv[1] == "engine":
+            _run_engine(settings, given["engine_fd"], reporter)
+        else:
+            _run_worker(settings, given, reporter)
+    except Exception as error:
+        has_started = reporter.has_reported
+        reporter.failed(error, is_final=isinstance(error, ConfigError | CheckpointError))  # a store may come back
+        if isinstance(error, NsmError) and not has_started:
+            sys.exit(EXIT_CONFIG)  # the supervisor has the line, which needs no traceback
+        raise
 
 
-def _run_worker(settings: Settings, given: dict[str, Any]) -> None:
+def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReporter) -> None:
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
 
     def make(settings: Settings) -> InferenceBackend:
@@ -52,7 +61,7 @@ def _run_worker(settings: Settings, given: dict[str, Any]) -> None:
         )
 
     with socket.socket(fileno=given["http_fd"]) as sock:
-        run_gateway(settings, sock, make, is_announced=given["number"] == 0)
+        run_gateway(settings, sock, make, is_announced=given["number"] == 0, started=reporter.ready)
 
 
 def _end_with_supervisor() -> None:
@@ -60,7 +69,7 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run_engine(settings: Settings, fd: int) -> None:
+def _run_engine(settings: Settings, fd: int, reporter: StartReporter) -> None:
     """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
     from service.backends.process.server import EngineServer, refuse
     from service.server import make_local_backend
@@ -71,13 +80,15 @@ def _run_engine(settings: Settings, fd: int) -> None:
         try:
             backend = make_local_backend(settings)
         except NsmError as error:
+            reporter.failed(error, is_final=True)  # before the first engine was ready this ends the server
             refuse(sock, error.with_notes())
-            sys.exit(EXIT_CONFIG)
+            raise
 
         async def serve() -> None:
             await backend.start()
             server = EngineServer(backend)
             await server.serve(sock)
+            reporter.ready()
             freeze_objects()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done() and backend.is_alive():

@@ -1,7 +1,8 @@
 """`nsm serve` with workers: one process for the engine, several that answer HTTP, and this one, which supervises them.
 
 All workers accept connections from one listening socket and reach the engine over one Unix socket. Both sockets are
-this process's, so a process that dies loses nothing but its own work, and another takes its place.
+this process's, so a process that dies loses nothing but its own work, and another takes its place. A process that
+fails several times before it was ever ready ends the server: it would never serve.
 """
 
 from __future__ import annotations
@@ -14,23 +15,30 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from nsm_core.control_group import num_killed
-from nsm_core.errors import ConfigError
-from nsm_core.wire import local as wire
+from nsm_core.errors import ConfigError, StartFailed
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.lifecycle.start_report import StartReport, read_report
 from service.owned_directory import owned_directory
 from service.settings import Settings
+from service.telemetry.metrics.shared import sharing_in
+from service.telemetry.metrics.supervisor import SupervisorMetrics
 
 logger = logging.getLogger("nsm.workers")
 
+COMMAND = (sys.executable, "-m", "service.worker_process")  # of a child, before its role
+MAX_FAILED_STARTS = 3  # in a row, of a process that was never ready
 RESTART_MIN_S, RESTART_MAX_S = 0.2, 5.0  # between the end of a process and the next in its place
 STEADY_S = 30.0  # a process that ran for so long is started again at once
 ENGINE_STOP_S = 10.0
 FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
 BACKLOG = 64  # gateways that connect while the engine starts
+LOG = "the log, on standard error, has more"
 
 
 class Process:
@@ -38,40 +46,89 @@ class Process:
     lives: at its end the child ends too.
     """
 
-    def __init__(self, role: str, settings: Settings, **fields: int | str) -> None:
-        """`role`: the words of its command line, `engine` or `worker 1`. `fields`: what the child needs beside the
-        settings; those named `…_fd` are descriptors that it inherits.
+    def __init__(
+        self,
+        role: str,
+        settings: Settings,
+        *,
+        restarted: Callable[[str], None] = lambda kind: None,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        **fields: int | str,
+    ) -> None:
+        """`role`: the words of its command line, `engine` or `worker 1`. `restarted`: called with the first of them
+        for each child after one that was ready. `pause`: waits so many seconds. `fields`: what the child needs beside
+        the settings; those named `…_fd` are descriptors that it inherits.
         """
         self.role = role
+        self.is_ready = asyncio.Event()  # once, for good: the process can work on this machine
         self._fds = tuple(value for name, value in fields.items() if name.endswith("_fd") and isinstance(value, int))
-        given = settings.model_dump(mode="json", include=settings.model_fields_set)
-        self._line = json.dumps({"settings": given, **fields}).encode() + b"\n"
-        self._is_stopping = False
+        self._given = {"settings": settings.model_dump(mode="json", include=settings.model_fields_set), **fields}
+        self._restarted, self._pause = restarted, pause
+        self._stopping = asyncio.Event()
         self._child: asyncio.subprocess.Process | None = None
-        self.has_started = asyncio.Event()
 
     async def supervise(self) -> None:
-        """Runs the child, and another after each that died, until `stop`."""
-        pause_s = RESTART_MIN_S
-        while True:
-            started, killed_before = asyncio.get_running_loop().time(), num_killed()
-            status = await self._run()
-            if self._is_stopping:
-                return
-            reason = ", killed for want of memory," if num_killed() > killed_before else ""
-            logger.error("the %s process ended with status %d%s and is started again", self.role, status, reason)
-            is_steady = asyncio.get_running_loop().time() - started >= STEADY_S
-            pause_s = RESTART_MIN_S if is_steady else min(2 * pause_s, RESTART_MAX_S)
-            await asyncio.sleep(pause_s)
+        """Runs the child, and another after each that died, until `stop`.
 
-    async def _run(self) -> int:
-        command = [sys.executable, "-m", "service.worker_process", *self.role.split()]
-        child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, pass_fds=self._fds)
+        Before a child was ever ready: raises ConfigError when another start cannot help, StartFailed after
+        MAX_FAILED_STARTS.
+        """
+        pause_s, num_ended = RESTART_MIN_S, 0
+        while not self._stopping.is_set():
+            if self.is_ready.is_set():
+                self._restarted(self.role.split()[0])
+            began, killed_before = asyncio.get_running_loop().time(), num_killed()
+            end = await self._run()
+            if self._stopping.is_set():
+                return
+            if num_killed() > killed_before:
+                end += ", killed for want of memory"
+            num_ended += 1
+            if not self.is_ready.is_set() and num_ended == MAX_FAILED_STARTS:
+                raise StartFailed(
+                    f"the {self.role} process failed {num_ended} times in a row and was never ready: it {end}; {LOG}"
+                )
+            is_steady = asyncio.get_running_loop().time() - began >= STEADY_S
+            pause_s = RESTART_MIN_S if is_steady else min(2 * pause_s, RESTART_MAX_S)
+            logger.error("the %s process %s; it is started again in %g s", self.role, end, pause_s)
+            await self._pause(pause_s)
+
+    async def _run(self) -> str:
+        """One child, to its end, which is told in words. Raises ConfigError."""
+        try:
+            child, reports_fd = await self._start()
+        except OSError as error:  # no memory or no room for another process
+            return f"could not be started ({error})"
+        report = await read_report(reports_fd)
+        if report is not None:
+            self._take(report)
+        status = await child.wait()
+        reason = "" if report is None or report.failure is None else f" ({report.failure})"
+        return f"ended with status {status}{reason}"
+
+    def _take(self, report: StartReport) -> None:
+        if report.failure is None:
+            self.is_ready.set()
+        elif report.is_final and not self.is_ready.is_set() and not self._stopping.is_set():
+            self.kill()
+            raise ConfigError(report.failure)
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process, int]:
+        """The child, and the descriptor to read its report from. Raises OSError."""
+        reports_fd, fd = os.pipe()
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *COMMAND, *self.role.split(), stdin=asyncio.subprocess.PIPE, pass_fds=(*self._fds, fd)
+            )
+        except BaseException:
+            os.close(reports_fd)
+            raise
+        finally:
+            os.close(fd)
         self._child = child
         if child.stdin is not None:
-            child.stdin.write(self._line)
-        self.has_started.set()
-        return await child.wait()
+            child.stdin.write(json.dumps({**self._given, "report_fd": fd}).encode() + b"\n")
+        return child, reports_fd
 
     @property
     def pid(self) -> int | None:
@@ -80,14 +137,14 @@ class Process:
 
     def kill(self) -> None:
         """Ends the child at once; no other takes its place."""
-        self._is_stopping = True
+        self._stopping.set()
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
     async def stop(self, *, within_s: float) -> None:
         """SIGTERM, and the end of its input; after `within_s` SIGKILL."""
-        self._is_stopping = True
+        self._stopping.set()
         child = self._child
         if child is None or child.returncode is not None:
             return
@@ -104,8 +161,8 @@ class Process:
 
 
 def run_workers(settings: Settings, sock: socket.socket) -> None:
-    """Serves on `sock`, which is bound, until SIGTERM or SIGINT. Raises ConfigError if the engine cannot start, and
-    SystemExit at a second SIGINT.
+    """Serves on `sock`, which is bound, until SIGTERM or SIGINT. Raises ConfigError or StartFailed if a process cannot
+    start, and SystemExit at a second SIGINT.
     """
     with owned_directory() as directory, socket.socket(socket.AF_UNIX) as engine_sock:
         path = directory / "engine.sock"
@@ -113,15 +170,23 @@ def run_workers(settings: Settings, sock: socket.socket) -> None:
         engine_sock.listen(BACKLOG)
         shared = directory / "metrics"
         shared.mkdir()
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)  # the children's: they answer for each other
-        asyncio.run(_supervise(settings, sock, engine_sock, path))
+        with sharing_in(shared):  # the children too: they answer for each other, and for this process
+            asyncio.run(_supervise(settings, sock, engine_sock, path))
 
 
 async def _supervise(settings: Settings, sock: socket.socket, engine_sock: socket.socket, path: Path) -> None:
     stopped = asyncio.Event()
-    engine = Process("engine", settings, engine_fd=engine_sock.fileno())
+    restarted = SupervisorMetrics(CollectorRegistry()).restarted
+    engine = Process("engine", settings, restarted=restarted, engine_fd=engine_sock.fileno())
     workers = [
-        Process(f"worker {number + 1}", settings, http_fd=sock.fileno(), engine_path=str(path), number=number)
+        Process(
+            f"worker {number + 1}",
+            settings,
+            restarted=restarted,
+            http_fd=sock.fileno(),
+            engine_path=str(path),
+            number=number,
+        )
         for number in range(settings.workers)
     ]
 
@@ -135,54 +200,43 @@ async def _supervise(settings: Settings, sock: socket.socket, engine_sock: socke
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
-    async with _supervised(engine, stop_s=ENGINE_STOP_S):
-        if not await _is_ready(path, stopped):
+    async with _supervised(engine, stop_s=ENGINE_STOP_S) as task:
+        await _wait_for(stopped, engine.is_ready, tasks=[task])
+        if not engine.is_ready.is_set():
             engine.kill()  # it holds nothing yet, and reads no input while it loads the model
             return
         async with contextlib.AsyncExitStack() as stack:
+            tasks = [task]
             for worker in workers:
-                await stack.enter_async_context(_supervised(worker, stop_s=settings.grace_s + FINAL_FRAMES_S))
+                stop_s = settings.grace_s + FINAL_FRAMES_S
+                tasks.append(await stack.enter_async_context(_supervised(worker, stop_s=stop_s)))
             logger.info("%d %s on one engine", len(workers), "worker" if len(workers) == 1 else "workers")
-            await stopped.wait()
+            await _wait_for(stopped, tasks=tasks)
             logger.info("stopping")
             await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))
     logger.info("stopped")
 
 
 @contextlib.asynccontextmanager
-async def _supervised(process: Process, *, stop_s: float) -> AsyncIterator[None]:
+async def _supervised(process: Process, *, stop_s: float) -> AsyncIterator[asyncio.Task[None]]:
+    """Gives the task, which ends with the error of a process that cannot start."""
     task = asyncio.create_task(process.supervise())
-    await process.has_started.wait()
     try:
-        yield
+        yield task
     finally:
         await process.stop(within_s=stop_s)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)  # whoever waited for it has raised its error
 
 
-async def _is_ready(path: Path, stopped: asyncio.Event) -> bool:
-    """Waits for the engine's first message; False if the server shall stop meanwhile. Raises ConfigError."""
-    asked, end = asyncio.create_task(_first_message(path)), asyncio.create_task(stopped.wait())
+async def _wait_for(*events: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    """Until one of the events. Raises the error that ended one of the tasks meanwhile."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait((asked, end), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            return False
-        message = asked.result()
+        await asyncio.wait((*waits, *tasks), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        asked.cancel()
-        end.cancel()
-    if isinstance(message, wire.CannotStart):
-        raise ConfigError(message.message)
-    return True
-
-
-async def _first_message(path: Path) -> wire.ToGateway:
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        return await wire.read_to_gateway(reader)
-    except asyncio.IncompleteReadError as error:
-        raise ConfigError("the engine's process ended at its start; the lines above say why") from error
-    finally:
-        writer.close()
+        for wait in waits:
+            wait.cancel()
+    for task in tasks:
+        if task.done():
+            task.result()

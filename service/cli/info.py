@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 from typing import TYPE_CHECKING, Any
 
+from nsm_core.distribution import DISTRIBUTION, version_of
 from service.cli import options
 from service.cli.output import print_fields, print_json
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nsm_core.loaded_model import LoadedModel, SequenceModel
     from service.settings import Settings
 
-PACKAGES = ("nsm-serve", "torch", "tokenizers", "numpy", "fastapi")
+PACKAGES = (DISTRIBUTION, "torch", "tokenizers", "numpy", "fastapi")
 
 
 def info(
@@ -59,8 +59,7 @@ def _facts(loaded: LoadedModel[SequenceModel], settings: Settings) -> dict[str, 
         "state_bytes": spec.num_bytes,
         "num_states": config.num_memory_slots if config is not None and has_slots(config) else None,
         "state_layout": [dataclasses.asdict(tensor) for tensor in spec.layout()],
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
         "data_dir": None if settings.data_dir is None else str(settings.data_dir),
         "store": settings.store_name(),
         "state_dtype": settings.state_dtype,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import sys
 from typing import Annotated
 
 import typer
 
+from nsm_core.distribution import version_of
 from service.cli import bench, keys, model, named_states, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
@@ -22,7 +22,6 @@ from service.cli.tier import tier
 from service.cli.top import top
 from service.cli.train import train
 
-DISTRIBUTION = "nsm-serve"
 FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(
@@ -34,7 +33,7 @@ app = typer.Typer(
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"nsm {importlib.metadata.version(DISTRIBUTION)}")
+        print(f"nsm {version_of()}")
         raise typer.Exit
 
 

@@ -204,3 +204,12 @@ async def is_draining(server: Server) -> bool:
         return (await server.client.get("/health/ready")).status_code == 503
     except httpx.TransportError:
         return True
+
+
+async def test_worker_that_cannot_start_ends_the_server_with_its_reason(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The key's file is read by the workers."""
+    with pytest.raises(RuntimeError, match=r"ConfigError: .*NSM_STATE_KEY_FILE"):
+        async with running(
+            settings_of(tiny_model_dir), tmp_path / "data", WORKERS=1, STATE_KEY_FILE=tmp_path / "absent"
+        ):
+            raise AssertionError("it serves")

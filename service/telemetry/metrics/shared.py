@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,12 +18,27 @@ from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 REFRESH_S = 1.0  # maximum age of the other processes' numbers in a scrape
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _LIVE_FILE = re.compile(r"gauge_(?:live\w+)_(\d+)\.db")
 
 
 def is_shared() -> bool:
     """Whether the library keeps numbers where other processes see them."""
     return values.ValueClass is not values.MutexValue
+
+
+@contextlib.contextmanager
+def sharing_in(folder: Path) -> Iterator[None]:
+    """While inside, numbers of metrics made here live in `folder`, which is empty, as do those of child processes."""
+    before = values.ValueClass
+    os.environ[VARIABLE] = str(folder)
+    values.ValueClass = shared = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        shared.close_all_files()
+        values.ValueClass = before
+        del os.environ[VARIABLE]
 
 
 def render(registry: CollectorRegistry, refresh: Callable[[], None]) -> bytes:

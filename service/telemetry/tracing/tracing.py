@@ -5,11 +5,11 @@ A span never holds text that a client wrote.
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Tracer
 
+from nsm_core.distribution import DISTRIBUTION, version_of
 from nsm_core.errors import ConfigError
 from service.addresses import is_loopback_url
 from service.settings import trace_receiver
@@ -17,7 +17,6 @@ from service.settings import trace_receiver
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-DISTRIBUTION = "nsm-serve"
 SERVICE = "nsm"  # unless OTEL_SERVICE_NAME is set
 EXPORT_S = 3.0  # for a batch, retries included: an unreachable receiver must not delay a stop
 
@@ -29,7 +28,7 @@ class Tracing:
         """`processor`: takes the spans. Raises ConfigError without the extra `tracing`."""
         self._provider = _provider()
         self._provider.add_span_processor(processor)
-        self.tracer: Tracer = self._provider.get_tracer(DISTRIBUTION, importlib.metadata.version(DISTRIBUTION))
+        self.tracer: Tracer = self._provider.get_tracer(DISTRIBUTION, version_of())
 
     def shutdown(self) -> None:
         """Sends the rest. Blocks for seconds without a receiver. Idempotent."""
@@ -56,8 +55,7 @@ def _provider() -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
     except ModuleNotFoundError as error:
         raise _without_extra() from error
-    version = importlib.metadata.version(DISTRIBUTION)
-    ours = Resource.create({SERVICE_NAME: SERVICE, SERVICE_VERSION: version})
+    ours = Resource.create({SERVICE_NAME: SERVICE, SERVICE_VERSION: version_of()})
     return TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
 
 

@@ -1,0 +1,16 @@
+"""The name and version under which this software is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+DISTRIBUTION = "nsm-serve"
+UNKNOWN_VERSION = "unknown"
+
+
+def version_of(package: str = DISTRIBUTION) -> str:
+    """The installed version; `unknown` without metadata, as for a source tree on PYTHONPATH. A server runs without."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN_VERSION
