@@ -46,7 +46,7 @@ packages: $(READY)
 	@scripts/client-generator "$(VENV)"
 
 .PHONY: clients
-clients: $(READY)  ## install the client libraries of tests/integration/test_client_libraries.py into .venv/clients
+clients: $(READY)  ## install the client libraries of tests/integration/test_client_libraries.py and test_lm_eval.py into .venv/clients
 	@scripts/client-packages "$(VENV)"
 
 .PHONY: test
