@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer, get_current_span
 
 from nsm_core.errors import LogCorrupt, NsmError, SnapshotCorrupt, StoreDamaged, StoreUnavailable
 from service.stores.prefixes.base import PrefixStore
@@ -128,7 +128,10 @@ class _TracedStore:
 
 @contextlib.contextmanager
 def _span(tracer: Tracer, store: str, operation: str, attributes: dict[str, str]) -> Iterator[None]:
-    """Around one call. A refusal is noted, but is no failure of the store."""
+    """Around one call. A refusal is noted, but is no failure of the store. Calls that no request makes have no span."""
+    if not get_current_span().get_span_context().is_valid:
+        yield
+        return
     attributes = {"db.operation.name": operation, **attributes}
     with tracer.start_as_current_span(
         f"{store} {operation}",
