@@ -16,7 +16,7 @@ from service.generate.chat_calls import CallingChoice, ReadChoice
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
-from service.generate.starting import ReturnedState, find_state, last_fields, read_after, returned_state, start_after
+from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
 from service.generate.thoughts import ThoughtReader
 from service.prompts import Prompt
@@ -83,8 +83,11 @@ class Chat:
                         frames.append(texts[index](text))
                 if frames:
                     yield b"".join(frames)
-        for fields in await last_fields(self._returned, self._body, ends_of(self.group), self._usage):
-            yield frame(self._envelope.wrap(CHUNK_KIND, [], **fields))
+        chunk = partial(self._envelope.wrap, CHUNK_KIND, [])
+        async with contextlib.aclosing(last_frames(self._returned, self._body, self.group, self._usage, chunk)) as last:
+            async for data in last:
+                yield data
+                data = b""  # as in `until_done`
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -106,7 +109,7 @@ class Chat:
             }
             for index in range(self._body.n)
         ]
-        state = {} if self._returned is None else {"state": await self._returned.object(ends[0])}
+        state = {} if self._returned is None else {"state": await self._returned.object(self.group.take_end_state())}
         return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
 
     def _read_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:

@@ -33,7 +33,9 @@ EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """One admitted request. `save`: called with each state that the request asks for."""
+    """One admitted request. `save`: called with each state that the request asks for. `end_state`: until it is taken;
+    `finished` and the deltas have none.
+    """
 
     generation: Generation
     record: RequestRecord
@@ -41,6 +43,7 @@ class Choice:
     save: Callable[[PromptState | EndState], None] | None = None
     is_scored: bool = False
     finished: Finished | None = None
+    end_state: EndState | None = None
 
 
 class RequestGroup:
@@ -88,6 +91,11 @@ class RequestGroup:
                 choice.generation.cancel()
             choice.record.finish("abort")
 
+    def take_end_state(self) -> EndState | None:
+        """Of the first choice, once: it has megabytes, and a client that reads slowly shall not hold it twice."""
+        state, self.choices[0].end_state = self.choices[0].end_state, None
+        return state
+
     def show_by(self, show: Callable[[Sequence[str]], bool]) -> None:
         """Texts of tokens after the first may be shown by `show` while the reader of `batches` waits, if the only
         choice has deltas of plain text. It returns False for texts that it leaves to the reader.
@@ -96,18 +104,18 @@ class RequestGroup:
             self._show = show
 
     def _divert(self) -> None:
-        choice, show = self.choices[0], self._show
+        generation, record, show = self.choices[0].generation, self.choices[0].record, self._show
         self._show = None
-        if show is None or not isinstance(choice.generation, Divertible):
+        if show is None or not isinstance(generation, Divertible):
             return
 
         def take(texts: Sequence[str]) -> bool:
             is_shown = show(texts)
             if is_shown:
-                choice.record.tokens(len(texts))
+                record.tokens(len(texts))
             return is_shown
 
-        choice.generation.divert(take)
+        generation.divert(take)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """(choice index, delta), in order for each choice; deltas that are ready together come together.
@@ -191,9 +199,10 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
         choice.record.token()
     elif isinstance(event, Finished):
         event = final_event(event, choice)
-        choice.finished = event
         if event.end_state is not None and choice.save is not None:
             choice.save(event.end_state)
+        choice.end_state, choice.finished = event.end_state, dataclasses.replace(event, end_state=None)
+        event = choice.finished
     elif isinstance(event, PromptState):
         if choice.save is not None:
             choice.save(event)

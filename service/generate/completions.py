@@ -14,7 +14,7 @@ from service.deps import Arrival, Services
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
-from service.generate.starting import ReturnedState, find_state, last_fields, read_after, returned_state, start_after
+from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
 from service.prompts import Prompt
 from service.schemas.common import RequestSpec
@@ -68,8 +68,11 @@ class Completion:
                     else:
                         frames += [self._frame(index, piece) for piece in choice.pieces(delta)]
                 yield b"".join(frames)
-        for fields in await last_fields(self._returned, self._body, ends_of(self.group), self._usage):
-            yield frame(self._envelope.wrap(KIND, [], **fields))
+        chunk = partial(self._envelope.wrap, KIND, [])
+        async with contextlib.aclosing(last_frames(self._returned, self._body, self.group, self._usage, chunk)) as last:
+            async for data in last:
+                yield data
+                data = b""  # as in `until_done`
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -83,7 +86,7 @@ class Completion:
         joined = [choice.join(pieces) for choice, pieces in zip(self._choices, parts, strict=True)]
         choices = [{"index": index, **joined[number]} for index, number in enumerate(self._best())]
         ends = ends_of(self.group)
-        state = {} if self._returned is None else {"state": await self._returned.object(ends[0])}
+        state = {} if self._returned is None else {"state": await self._returned.object(self.group.take_end_state())}
         return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
 
     def _best(self) -> list[int]:

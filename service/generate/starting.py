@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from nsm_core.engine.request import Finished
+from nsm_core.engine.request import EndState, Finished
 from nsm_core.errors import InvalidRequest, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.deps import Arrival, Services
+from service.generate.choices import RequestGroup, ends_of
 from service.named_states.making import end_file
 from service.named_states.start_state import StartState
 from service.prompts import Prompt
 from service.schemas.common import RequestSpec, SamplingFields
 from service.stores.prefixes.resume import Start
 from service.transfer.session_file import encode_file
+from service.web.sse import frame
 
 
 async def find_state(services: Services, tenant: str, spec: RequestSpec, arrival: Arrival) -> StartState | None:
@@ -65,9 +67,9 @@ class ReturnedState:
     state: StartState | None = None
     rounding: StateFormat = StateFormat.FP32
 
-    async def object(self, finished: Finished) -> dict[str, Any]:
+    async def object(self, end: EndState | None) -> dict[str, Any]:
         """The state at the end, as JSON."""
-        services, end = self.services, finished.end_state
+        services = self.services
         if end is None:
             raise NsmError("the engine ended a request without its state")
         file = await end_file(
@@ -115,17 +117,19 @@ def ids_of(state: StartState) -> tuple[int, ...]:
     return state.file.log_ids[: state.resume.position]
 
 
-async def last_fields(
+async def last_frames(
     returned: ReturnedState | None,
     body: SamplingFields,
-    ends: list[Finished],
+    group: RequestGroup,
     usage_of: Callable[[list[Finished]], dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Of the chunks without choices at the end of a stream: the state, then the usage, if they were asked for."""
-    fields: list[dict[str, Any]] = []
+    chunk: Callable[..., dict[str, Any]],
+) -> AsyncGenerator[bytes, None]:
+    """Of the chunks without choices at the end of a stream: the state, then the usage, if they were asked for.
+
+    `chunk`: the object around their fields. Nothing else holds the state while its frame waits for the client.
+    """
     if returned is not None:
         extra = {"usage": None} if body.has_usage_chunk else {}
-        fields.append({"state": await returned.object(ends[0]), **extra})
+        yield frame(chunk(state=await returned.object(group.take_end_state()), **extra))
     if body.has_usage_chunk:
-        fields.append({"usage": usage_of(ends)})
-    return fields
+        yield frame(chunk(usage=usage_of(ends_of(group))))

@@ -184,7 +184,9 @@ class UnstoredResponse:
         output = output_of(self._opened, self._item_id, self._texts, status=status, reasoning=how)
         num_thought = output.num_thought_pieces
         ended = ended_response(self._opened, finished, output.items, reasoning_tokens=num_thought)
-        return ended if self._returned is None else {**ended, "state": await self._returned.object(finished)}
+        if self._returned is None:
+            return ended
+        return {**ended, "state": await self._returned.object(self._group.take_end_state())}
 
 
 async def _until_end(

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+import weakref
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from nsm_core.heap import trim_heap
 from service.telemetry.request_context import ARRIVAL
 from service.web.head_limits import BoundedHead
 
 MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
 LINGER_S = 30.0  # maximum time for which a closed connection still drops incoming data
 LINGER_IDLE_S = 2.0  # maximum time between two pieces of that data
-MAX_UNREAD_BYTES = 128 * 1024 * 1024  # of all answers that wait for their readers: 25 with a state of 3.8 MB
+MAX_UNREAD_BYTES = 128 * 1024 * 1024  # of all answers that wait for their readers
+LARGE_BYTES = 2**20  # of one write
+TRIM_AFTER_S = 1.0  # after a connection with a large answer was lost
 
 logger = logging.getLogger("nsm.connections")
 
@@ -31,6 +35,7 @@ class UnreadAnswers:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held: dict[Connection, int] = {}  # bytes, who has waited longest first
+        self._is_trimming = False
 
     def add(self, connection: Connection, num_bytes: int) -> None:
         self._held[connection] = num_bytes
@@ -43,34 +48,50 @@ class UnreadAnswers:
     def remove(self, connection: Connection) -> None:
         self._held.pop(connection, None)
 
+    def lose(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """The connection is lost. Memory of large answers goes back to the system soon, once for all that go together:
+        the C library would keep it in pieces, and an engine at rest has given back its own before.
+        """
+        if connection.largest_write >= LARGE_BYTES and not self._is_trimming:
+            self._is_trimming = True
+            loop.call_later(TRIM_AFTER_S, self._trim, loop)
+        self.remove(connection)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_trimming = False
+        loop.run_in_executor(None, trim_heap)
+
 
 class HeldFlow(FlowControl):
-    """Reads nothing while `is_held`: uvicorn alone reads on after each answer, even with requests waiting."""
+    """Reads nothing while the connection has requests waiting: uvicorn alone reads on after each answer."""
 
-    def __init__(self, transport: asyncio.Transport, is_held: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__(transport)
-        self._is_held = is_held
+        self._connection = weakref.ref(connection)
 
     def resume_reading(self) -> None:
-        if not self._is_held():
+        connection = self._connection()
+        if connection is None or not connection.is_held():
             super().resume_reading()
 
 
 class ClosingTransport(asyncio.Transport):
     """The connection's transport, whose `close` the protocol decides."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None], is_closing: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._transport = transport
-        self._close = close
-        self._is_closing = is_closing
+        self._connection = weakref.ref(connection)
         self.largest_write = 0  # bytes, since it was last set to 0: a transport keeps them until the last one is sent
 
     def close(self) -> None:
-        self._close()
+        connection = self._connection()
+        if connection is not None:  # otherwise it is lost, and its socket is closed
+            connection.close()
 
     def is_closing(self) -> bool:
-        return self._is_closing()
+        connection = self._connection()
+        return connection is None or connection.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.largest_write = max(self.largest_write, len(data))
@@ -93,12 +114,14 @@ class DirectWriter:
     """Writes parts of one request's body at once, as uvicorn would in its own task."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope holds this writer
 
     def __call__(self, data: bytes) -> bool:
         """False: the connection cannot take it now, or it is over; nothing was written."""
-        cycle = self._cycle
-        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        if not cycle.chunked_encoding or cycle.flow.write_paused:
             return False
         if cycle.scope["method"] == "HEAD":
             return False
@@ -106,9 +129,29 @@ class DirectWriter:
         return True
 
 
+class CountedApp:
+    """The application, whose parts of answers count as unread while they wait for the ones before them."""
+
+    def __init__(self, app: ASGIApp, connection: Connection) -> None:
+        self._app = app
+        self._connection = weakref.ref(connection)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_counted(message: Message) -> None:
+            connection = self._connection()
+            if connection is not None and connection.flow.write_paused:
+                connection.count_waiting(len(message.get("body", b"")))
+            await send(message)
+
+        await self._app(scope, receive, send_counted)
+
+
 class Connection(BoundedHead):
     """Holds at most MAX_PIPELINED requests beside the one that is answered. More are dropped: the connection ends
     after the answer to the last one held, as HTTP allows, and the client sends the rest again elsewhere.
+
+    The transport leads to the connection; what a request holds refers to it weakly, so that large answers go with their
+    request, when its client leaves, without a collection.
 
     Lingering close: a socket that is closed with unread bytes in it resets the connection, and the client loses the
     answer. So while the client still sends, only the sending half is closed, and incoming data is dropped.
@@ -126,9 +169,10 @@ class Connection(BoundedHead):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport
-        self._written = ClosingTransport(transport, self._close, self._is_closing)
+        self._written = ClosingTransport(transport, self)
         self.transport = self._written
-        self.flow = HeldFlow(transport, lambda: bool(self.pipeline) and not self._is_lingering())
+        self.flow = HeldFlow(transport, self)
+        self.app = CountedApp(self.app, self)
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering():
@@ -140,13 +184,23 @@ class Connection(BoundedHead):
         for timer in (self._linger_end, self._linger_idle):
             if timer is not None:
                 timer.cancel()
-        self.unread.remove(self)
+        self.unread.lose(self, self.loop)
         self.pipeline.clear()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn's own timer would hold a connection that was reset
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self.unread.add(self, self._written.largest_write)
+
+    @property
+    def largest_write(self) -> int:
+        """Bytes of the largest write since all writes were sent."""
+        return self._written.largest_write
+
+    def count_waiting(self, num_bytes: int) -> None:
+        """A part of an answer waits beside what was written."""
+        self.unread.add(self, self._written.largest_write + num_bytes)
 
     def resume_writing(self) -> None:
         self.unread.remove(self)
@@ -191,11 +245,15 @@ class Connection(BoundedHead):
     def _is_lingering(self) -> bool:
         return self._linger_end is not None
 
-    def _is_closing(self) -> bool:
+    def is_held(self) -> bool:
+        """Whether nothing is read: requests wait."""
+        return bool(self.pipeline) and not self._is_lingering()
+
+    def is_closing(self) -> bool:
         return self._is_lingering() or self._socket.is_closing()
 
-    def _close(self) -> None:
-        if self._is_closing():
+    def close(self) -> None:
+        if self.is_closing():
             return
         if not (self._is_receiving or self._is_cut):
             self._socket.close()

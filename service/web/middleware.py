@@ -74,6 +74,7 @@ class RequestContext:
             try:
                 await self.app(scope, receive, send_with_headers)
             finally:
+                del state["send_part"]  # it leads to the scope: without it, all that the request held goes at once
                 self._report(scope, request, status, time.monotonic() - arrival)
 
     def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:

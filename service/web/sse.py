@@ -74,6 +74,7 @@ async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | N
         async with contextlib.aclosing(frames):
             async for data in frames:
                 yield data
+                data = b""  # it may have megabytes, and a slow reader holds up the next yield
     except Exception as error:
         report(error, request_id=request_id)
         yield frame(answer(error, request_id=request_id).body())
@@ -121,6 +122,7 @@ class EventStream(Response):
             try:
                 async for data in self.frames:
                     await pacer.send(data)
+                    data = b""  # as in `until_done`
                     if pacer.num_sent % PARTS_AT_ONCE == 0:
                         await asyncio.sleep(0)  # a busy stream yields to others, and to a cancel
             finally:

@@ -8,15 +8,20 @@ import gc
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from service.generate import starting
+from service.generate.choices import RequestGroup
+from service.transfer.session_file import SessionFile
 from service.web import connection
-from service.web.connection import MAX_PIPELINED, Connection, connection_class
+from service.web.connection import MAX_PIPELINED, Connection, DirectWriter, connection_class
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
 from tests.support.live_server import serving
@@ -140,6 +145,80 @@ async def test_X30_of_answers_that_nobody_reads_the_oldest_goes_when_all_are_too
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await asyncio.wait_for(oldest.reader.readexactly(LARGE), LATE)
         assert len(await asyncio.wait_for(newest.reader.readexactly(LARGE), LATE)) == LARGE
+
+
+async def in_two_parts(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for is_last in (False, True):
+        await send({"type": "http.response.body", "body": bytes(LARGE), "more_body": not is_last})
+
+
+async def test_X30_a_part_that_waits_for_another_counts_as_unread() -> None:
+    protocol = connection_class(LATE, max_unread_bytes=3 * LARGE)  # less than two answers, more than their first parts
+    async with serving(in_two_parts, http=protocol, lifespan="off") as url, connect(url) as first, connect(url) as last:
+        for client in (first, last):
+            await client.send(GET)
+            assert await client.status() == 200
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(first.reader.readexactly(2 * LARGE), LATE)
+        assert len(await asyncio.wait_for(last.reader.readexactly(2 * LARGE), LATE)) == 2 * LARGE
+
+
+async def test_X30_the_memory_of_a_large_answer_goes_back_when_its_client_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, has_trimmed = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr(connection, "trim_heap", lambda: loop.call_soon_threadsafe(has_trimmed.set))
+    async with serving(large, http=connection_class(LATE), lifespan="off") as url:
+        async with connect(url) as client:
+            await client.send(GET)
+            assert await client.status() == 200
+        await asyncio.wait_for(has_trimmed.wait(), LATE)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Of garbage, after that of earlier tests."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+HELD = (Connection, RequestResponseCycle, DirectWriter, RequestGroup)
+
+
+def ends_of_held() -> list[asyncio.Event]:
+    """Set when what connections and their requests hold now is gone."""
+    ends = []
+    for held in [one for one in gc.get_objects() if isinstance(one, HELD)]:
+        ends.append(asyncio.Event())
+        weakref.finalize(held, ends[-1].set)
+    return ends
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_X30_what_a_stream_held_goes_with_its_client_and_without_a_collection(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode_large(file: SessionFile) -> bytes:
+        return bytes(LARGE)
+
+    monkeypatch.setattr(starting, "encode_file", encode_large)
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x", "store": False},
+    }
+    async with gateway(FakeBackend(), is_live=True) as server:
+        async with connect(server.url) as client:
+            await client.post(path, {**asked[path], "stream": True, "return_state": True})
+            await client.read_until(b'"num_bytes":')  # of the state, whose data wait for the client
+            ends = ends_of_held()
+        assert len(ends) == len(HELD)
+        for end in ends:
+            await asyncio.wait_for(end.wait(), LATE)
 
 
 @pytest.mark.parametrize("size", [100, 8_400_000])

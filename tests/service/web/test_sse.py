@@ -208,7 +208,7 @@ async def test_a_slow_reader_holds_up_its_own_stream_only() -> None:
     async with gateway(backend, is_live=True, max_tokens_limit=size + 1) as server, connect(server.url) as client:
         await client.post("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": size + 1})
         before = -1
-        while made != before:  # until the socket takes no more
+        while not made or made != before:  # until the socket takes no more
             before = made
             await asyncio.sleep(0.05)
         assert 0 < made < size
