@@ -12,8 +12,9 @@ from nsm_core.engine.request import EndState, Finished, GenerationRequest
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SEED_BITS, SamplingParams
 from service.backends.base import InferenceBackend
+from service.state.keeper import StateKeeper
 from service.state.rebuild import read_replay
-from service.state.resume import ResumedSession, TurnRequest, require_version, resume
+from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known
 from service.stores.sessions.base import Commit, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord
@@ -62,16 +63,18 @@ async def append_to_session(
 
     Raises the errors of `TurnRegistry.open_turn`, and KeyReused; then nothing has changed.
     """
-    async with turns.exclusive(request.key) as (turn, held):
+    async with turns.exclusive(request.key, is_hot=True) as (turn, held):
         if request.identity is None:
-            return await _append(backend, store, tenants, request, turn, held, turn_id=None, ttl_s=0.0)
+            return await _append(turns.keeper, backend, store, tenants, request, turn, held, turn_id=None, ttl_s=0.0)
         record = await turns.begin_record(held, _as_turn(request))
         require_same(record.digest, request.digest)
         if record.status == "committed":
             return _appended_before(held.stored.head, record)
         try:  # an earlier try whose process was lost is done again, under its own record
             ttl_s = turns.record_ttl_s
-            return await _append(backend, store, tenants, request, turn, held, turn_id=record.turn_id, ttl_s=ttl_s)
+            return await _append(
+                turns.keeper, backend, store, tenants, request, turn, held, turn_id=record.turn_id, ttl_s=ttl_s
+            )
         except BaseException:
             with contextlib.suppress(NsmError):
                 await held.forget_turn(record.turn_id)
@@ -79,6 +82,7 @@ async def append_to_session(
 
 
 async def _append(
+    keeper: StateKeeper,
     backend: InferenceBackend,
     store: SessionStore,
     tenants: Tenants,
@@ -97,12 +101,13 @@ async def _append(
     asked = start.generation_request(_as_turn(request))
     finished, end = await _read(backend, turn, asked)
     new_ids = start.new_log_ids(end)
-    snapshot = await start.encode_next(
+    snapshot = start.next_snapshot(
         end, seed=asked.sampling.seed, created_at=time.time(), state_format=held.state_format
     )
+    is_due = keeper.is_due_with(start)
     commit = Commit(
         expected_version=head.version,
-        snapshot=snapshot,
+        snapshot=await asyncio.to_thread(snapshot.encode) if is_due else None,
         position=end.position,
         model_fingerprint=backend.model.fingerprint,
         new_ids=new_ids,
@@ -113,7 +118,9 @@ async def _append(
         numerics=backend.model.numerics,
         energy_joules=start.energy_joules,
     )
-    return Appended(await held.commit(commit), head.version, len(new_ids))
+    committed = await held.commit(commit)
+    keeper.committed(committed, snapshot, num_replayed=start.num_replayed, finished=finished)
+    return Appended(committed, head.version, len(new_ids))
 
 
 def _ended(
@@ -152,6 +159,8 @@ def _appended_before(head: SessionHead, record: TurnRecord) -> Appended:
 async def _resume(backend: InferenceBackend, store: SessionStore, held: HeldLease) -> ResumedSession:
     """The session's state, or its log to be read again."""
     model, tokenizer, head = backend.model, backend.tokenizer, held.stored.head
+    if held.hot is not None:
+        return resume_known(head, held.hot, model=model, tokenizer=tokenizer)
     found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
     if isinstance(found, ResumedSession):
         return found

@@ -205,17 +205,21 @@ class TurnRegistry:
 
         return self._reserved(key, take, request)
 
-    def exclusive(self, key: SessionKey) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
+    def exclusive(
+        self, key: SessionKey, *, is_hot: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
         """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
+
+        `is_hot`: it goes on from the state that this process has, and gives the next one to the keeper, as a turn does.
 
         Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
         """
         self._require_open()
 
         def take(turn: Turn) -> Awaitable[HeldLease]:
-            return self._leases.take(key, on_lost=turn.stop)
+            return self._leases.take(key, on_lost=turn.stop, hot=self.keeper.find(key) if is_hot else None)
 
-        return self._reserved(key, take)
+        return self._reserved(key, take, is_hot=is_hot)
 
     async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
         """For work inside `exclusive` that a retry may ask for again: its record, or that of the first try. Whoever
@@ -225,7 +229,12 @@ class TurnRegistry:
 
     @contextlib.asynccontextmanager
     async def _reserved(
-        self, key: SessionKey, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
+        self,
+        key: SessionKey,
+        take: Callable[[Turn], Awaitable[HeldLease]],
+        request: TurnRequest | None = None,
+        *,
+        is_hot: bool = False,
     ) -> AsyncIterator[tuple[Turn, HeldLease]]:
         turn = self._reserve(key, request)
         held: HeldLease | None = None
@@ -238,7 +247,7 @@ class TurnRegistry:
                 try:
                     if held is not None:
                         turn.has_written = held.has_written
-                        if held.has_written:
+                        if held.has_written and not is_hot:
                             self.keeper.forget(key)
                         await held.give_back()
                 finally:

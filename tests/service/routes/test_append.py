@@ -8,8 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from nsm_core.errors import StorageFull
 from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.lease import Lease
 from service.stores.sessions.turn_records import TurnStart
 from service.turns.codec import digest_of
 from tests.support.backends import MakeBackend
@@ -67,6 +70,27 @@ async def test_a_turn_after_appends_reads_only_its_own_input(server: Gateway) ->
     assert after["num_appended"] == 1  # the pending token of the turn is read with it, and was in the log
     log = await server.services.store.read_log(KEY)
     assert await state_of(server) == state_after(log)
+
+
+async def test_an_append_commits_its_tokens_and_leaves_the_state_to_a_later_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it succeeds on a full disk that has room for tokens but none for a state."""
+    backend = FakeBackend(replays_exactly=True)
+    async with gateway(backend) as server:
+        await ask(server, "/v1/sessions", id="s1")
+        commit = server.store.commit
+
+        async def commit_without_room_for_states(lease: Lease, given: Commit) -> SessionHead:
+            if given.snapshot is not None:
+                raise StorageFull("no room for a state")
+            return await commit(lease, given)
+
+        monkeypatch.setattr(server.store, "commit", commit_without_room_for_states)
+        await append(server, [5, 6, 7])
+        await append(server, [8, 9])
+        await ask(server, "/v1/sessions/s1/generate", input=[11], max_tokens=1)
+    assert [request.prompt_ids for request in backend.requests] == [(5, 6, 7), (8, 9), (11,)]  # nothing twice
 
 
 async def test_an_empty_append_reads_a_token_that_waits(server: Gateway) -> None:
