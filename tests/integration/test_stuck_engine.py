@@ -58,6 +58,12 @@ async def ask(server: Gateway, path: str, body: dict[str, Any]) -> Any:
         return await server.client.post(path, json={"ignore_eos": True, **body} if is_sampling else body)
 
 
+async def wait_for_health(server: Gateway, status: int) -> None:
+    async with asyncio.timeout(30):
+        while (await server.client.get("/health/ready")).status_code != status:  # noqa: ASYNC110  # time makes it true
+            await asyncio.sleep(0.05)
+
+
 async def test_X15_deadlines_pass_on_every_route_while_a_step_hangs(server: Gateway, gate: threading.Event) -> None:
     gate.clear()
     calls = [call for call in CALLS if "responses" not in call[0]]  # those have no timeout of their own
@@ -66,6 +72,7 @@ async def test_X15_deadlines_pass_on_every_route_while_a_step_hangs(server: Gate
         for answer in await asyncio.gather(*(ask(server, path, body) for path, body in group)):
             assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded"), answer.url
     gate.set()
+    await wait_for_health(server, 200)
     for path, body in (*((path, {**body, "max_tokens": 2}) for path, body in calls), *READING):
         assert (await ask(server, path, body)).status_code == 200  # the session is free again, too
 
@@ -75,9 +82,7 @@ async def test_X15_new_requests_are_refused_at_once_while_a_step_hangs(
 ) -> None:
     gate.clear()
     monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 1.5)
-    async with asyncio.timeout(30):
-        while (await server.client.get("/health/ready")).status_code != 503:  # noqa: ASYNC110  # time makes it true
-            await asyncio.sleep(0.05)
+    await wait_for_health(server, 503)
     for path, body in (*CALLS, *READING):
         answer = await ask(server, path, body)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_dead"), path

@@ -124,5 +124,5 @@ def test_a_template_that_is_of_no_use_or_does_harm_is_refused(source: str, says:
 def test_a_template_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(CheckpointError, match=r"cannot read the chat template '.*chat\.jinja': .*invalid start byte"):
+    with pytest.raises(CheckpointError, match=r"cannot read the chat template '.*': .*invalid start byte"):
         read_template(str(file))
