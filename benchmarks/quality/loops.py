@@ -49,7 +49,12 @@ def shares(name: str, args: argparse.Namespace) -> dict[float, list[float]]:
     for temperature in args.temperatures:
         for number, ids in enumerate(prompts):
             sampling = SamplingParams(
-                max_tokens=args.tokens, temperature=temperature, seed=number, ignore_eos=True, top_p=args.top_p
+                max_tokens=args.tokens,
+                temperature=temperature,
+                seed=number,
+                ignore_eos=True,
+                top_p=args.top_p,
+                repetition_penalty=args.repetition_penalty,
             )
             prompt = (loaded.tokenizer.end_of_text_id, *ids)
             engine.add(GenerationRequest(request_id=str(number), prompt_ids=prompt, sampling=sampling, keep_state=True))
@@ -70,6 +75,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     args = parser.parse_args()
     columns = {name: shares(name, args) for name in args.models}
     print(f"| temperature | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}")

@@ -214,7 +214,7 @@ def test_only_settings_reads_the_environment() -> None:
         for path in SERVICE_DIR.rglob("*.py")
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers == {"settings.py", "dev_server.py", "workers.py"}  # the latter two pass it on to programs
+    assert readers == {"settings.py", "dev_server.py", "shared.py"}  # the latter two pass it on to programs
 
 
 def test_nothing_is_read_at_import() -> None:

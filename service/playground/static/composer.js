@@ -23,9 +23,9 @@ const TEXT_FIELDS = new Set(["stop"]);
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
 /** What a preset sets; the sampling fields it does not name are emptied. */
 const PRESETS = [
-  ["Balanced", { temperature: "0.8", top_p: "1" }],
+  ["Balanced", { temperature: "0.8", top_p: "1", repetition_penalty: "1.1" }],
   ["Greedy", { temperature: "0", top_p: "1" }],
-  ["Careful", { temperature: "0.6", top_p: "0.9" }],
+  ["Careful", { temperature: "0.6", top_p: "0.9", repetition_penalty: "1.1" }],
   ["Free", { temperature: "1.1", top_p: "0.98" }],
   ["No repeats", { temperature: "0.8", top_p: "1", repetition_penalty: "1.2" }],
 ];

@@ -72,6 +72,7 @@ async def test_presets_fill_the_fields_and_all_fields_are_sent(browser: Browser)
         await tab.turns_end(1)
         sampling = backend.requests[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 20)
+        assert sampling.repetition_penalty == 1.1
         assert (sampling.presence_penalty, sampling.stop, sampling.seed) == (0.5, ("END",), 7)
         await expect(tab.page.locator("#left-preset")).to_have_value("")
         await expect(tab.pane().locator(".turn-foot .facts")).to_contain_text("seed 7")
