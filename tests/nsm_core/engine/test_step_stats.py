@@ -98,7 +98,7 @@ def test_M6_charges_of_requests_add_up_to_the_meter(tiny_tokenizer: Tokenizer) -
     stats = engine.stats()
     assert all(outcome.finished.energy[0].joules > 0 for outcome in results.values())
     assert math.isclose(charged, sum(use.joules for use in stats.request_energy), rel_tol=1e-9)
-    assert charged == pytest.approx(stats.energy[0].joules - 2, abs=1)  # all but the readings around the work
+    assert charged == pytest.approx(stats.energy[0].joules - 2, abs=2)  # all but the readings around the work
 
 
 def test_charges_without_a_meter_are_empty(tiny_tokenizer: Tokenizer) -> None:
