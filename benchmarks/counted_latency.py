@@ -2,7 +2,7 @@
 
 Streams of `nsm serve` on this machine begin at once. Sums of `nsm_time_to_first_token_seconds` and
 `nsm_inter_token_latency_seconds` are divided by those of the clients, in one run, so that the machine's speed is in
-both. What is missing is the time before the server reads the first byte and after it wrote a piece. A table, then one
+both. The metrics lack the time before the server reads the first byte and after it wrote a piece. A table, then one
 line of JSON.
 """
 

@@ -183,7 +183,7 @@ class TaggedRows:
             self._counts[row] += 1
 
     def fill(self, request_id: str, sampled: list[int]) -> None:
-        """Adds to `sampled` what was reported as arrays."""
+        """Adds the tokens that the engine reported as arrays to `sampled`."""
         row = self._rows.get(request_id)
         if row is not None and not (sampled and sampled[-1] < 0):
             missing = np.arange(len(sampled), self._counts[row])

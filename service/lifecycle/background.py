@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+@contextlib.asynccontextmanager
+async def running(endless: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """While inside, the coroutine runs; it is cancelled at the end. What it raised by then is raised there."""
+    task = asyncio.create_task(endless)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 class Background:

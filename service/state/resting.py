@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from nsm_core.errors import NsmError
+from service.lifecycle.background import running
 from service.state.keeper import StateKeeper
 from service.stores.sessions.base import SessionStore, Shedding
 
@@ -29,13 +30,8 @@ async def shedding_snapshots(
     """While inside, sessions that rest lose snapshots. `cold_after_s`: after the last turn, until the newest goes too;
     None: never.
     """
-    task = asyncio.create_task(_shed_at_intervals(store, keeper, cold_after_s, interval_s))
-    try:
+    async with running(_shed_at_intervals(store, keeper, cold_after_s, interval_s)):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _shed_at_intervals(

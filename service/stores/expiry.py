@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from nsm_core.errors import NsmError
+from service.lifecycle.background import running
 
 logger = logging.getLogger("nsm.expiry")
 
@@ -24,13 +25,8 @@ class HasExpiry(Protocol):
 @contextlib.asynccontextmanager
 async def removing_expired(store: HasExpiry, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
     """While inside, expired entries are deleted once in `interval_s` seconds."""
-    task = asyncio.create_task(_remove_at_intervals(store, interval_s))
-    try:
+    async with running(_remove_at_intervals(store, interval_s)):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _remove_at_intervals(store: HasExpiry, interval_s: float) -> None:

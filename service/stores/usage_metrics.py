@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from nsm_core.errors import NsmError
+from service.lifecycle.background import running
 from service.stores.sessions.base import SessionStore
 from service.telemetry.metrics.sessions import SessionMetrics
 
@@ -25,13 +26,8 @@ async def measuring_usage(
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[None]:
     """While inside, the metrics have what each of `tenants` has stored and the store's room, every `interval_s`."""
-    task = asyncio.create_task(_measure(store, metrics, tenants, interval_s))
-    try:
+    async with running(_measure(store, metrics, tenants, interval_s)):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _measure(

@@ -17,6 +17,8 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
+from service.lifecycle.background import running
+
 REFRESH_S = 1.0  # maximum age of the other processes' numbers in a scrape
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _LIVE_FILE = re.compile(r"gauge_(?:live\w+)_(\d+)\.db")
@@ -58,13 +60,10 @@ async def sharing(refresh: Callable[[], None]) -> AsyncIterator[None]:
     if not is_shared():
         yield
         return
-    task = asyncio.create_task(_refresh_often(refresh))
     try:
-        yield
+        async with running(_refresh_often(refresh)):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
 
 
