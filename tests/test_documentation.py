@@ -115,7 +115,7 @@ def test_page_for_users_names_no_source_file(page: Path) -> None:
 
 
 def test_readme_fits_on_two_screens() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 650
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 500
 
 
 def test_style_counts_words_of_sentences_outside_of_code_headings_and_tables() -> None:
