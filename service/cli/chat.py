@@ -41,7 +41,7 @@ def chat(
     top_p: options.TopP = options.TOP_P,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    repetition_penalty: options.RepetitionPenalty = options.REPETITION_PENALTY,
     seed: options.Seed = None,
 ) -> None:
     """Talk in a session that you can leave and resume.

@@ -34,7 +34,7 @@ def generate(
     top_p: options.TopP = options.TOP_P,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    repetition_penalty: options.RepetitionPenalty = options.REPETITION_PENALTY,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     stop: options.Stop = None,

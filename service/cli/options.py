@@ -11,8 +11,9 @@ import typer
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import SEED_BITS, SamplingParams
 
-# Milder than HTTP's defaults, which are those of OpenAI's clients: a person at a terminal wants to read something
-TEMPERATURE, TOP_P = 0.8, 0.95
+# Milder than HTTP's defaults, which are those of OpenAI's clients: a person at a terminal wants to read something, and
+# the bundled model repeats itself in long texts without a penalty (benchmarks/quality/loops.md)
+TEMPERATURE, TOP_P, REPETITION_PENALTY = 0.8, 0.95, 1.1
 
 Model = Annotated[
     Path | None, typer.Option(show_default=False, help="Model directory (default: NSM_MODEL, or the bundled model).")

@@ -11,7 +11,7 @@ const FIELDS = [
 const MORE_FIELDS = [
   ["top_k", "Top k", ""],
   ["min_p", "Min p", ""],
-  ["repetition_penalty", "Repetition penalty", ""],
+  ["repetition_penalty", "Repetition penalty", "1.1"],
   ["presence_penalty", "Presence penalty", ""],
   ["frequency_penalty", "Frequency penalty", ""],
   ["stop", "Stop text", ""],

@@ -21,7 +21,7 @@ PROMPT = "It was the best of times,"
 
 def by_the_engine(model_dir: Path, prompt: str, **options: Any) -> str:
     """What the engine writes when it is asked directly."""
-    sampling = SamplingParams(**{"temperature": 0.8, "top_p": 0.95, **options})
+    sampling = SamplingParams(**{"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, **options})
     loaded = load_checkpoint(model_dir)
     engine = Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
     ids = (loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(prompt))
