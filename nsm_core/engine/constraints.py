@@ -9,9 +9,7 @@ import numpy as np
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import GrammarFailed
 from nsm_core.grammars.matcher import MaskWords, failure_of, fill_masks, mask_width
-from nsm_core.sampling.masks import TokenMasks, num_bits_set
-
-ALL_ALLOWED = np.int32(-1)
+from nsm_core.sampling.masks import ALL_ALLOWED, TokenMasks, num_bits_set
 
 
 class Constraints:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nsm_core.sampling.masks import TokenMasks
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import NOT_FINITE
 
@@ -61,8 +62,10 @@ class PendingTokens:
         return ids
 
 
-def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64]) -> PendingTokens:
-    """logits [B,V] fp32 on a GPU, for plain rows; params: `pack_rows` of them. Does not wait.
+def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: TokenMasks | None = None) -> PendingTokens:
+    """logits [B,V] fp32 on a GPU, for unadjusted rows; params: `pack_rows` of them. Does not wait.
+
+    `masks`: of rows that may not have every token; their bits are copied, and the kernel applies them.
 
     The uniform draws have the host's bits. Weights are rounded differently: a token differs if the draw lies within
     rounding of the boundary between two tokens.
@@ -70,13 +73,15 @@ def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64]) -> PendingTo
     from nsm_core.sampling.kernel import choose_tokens
 
     is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
+    device = logits.device
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        return PendingTokens(choose_tokens(logits, to_device(params, logits.device) if is_drawn else None))
+        words = None if masks is None else to_device(masks.dense(*logits.shape), device)
+        return PendingTokens(choose_tokens(logits, to_device(params, device) if is_drawn else None, words))
 
 
-def sample_on_device(logits: Tensor, rows: Sequence[PackedRow]) -> list[int | None]:
+def sample_on_device(logits: Tensor, rows: Sequence[PackedRow], masks: TokenMasks | None = None) -> list[int | None]:
     """`launch_on_device`, then waits for the ids; None for a row that is not finite."""
-    ids = launch_on_device(logits, pack_rows(rows)).wait().tolist()
+    ids = launch_on_device(logits, pack_rows(rows), masks).wait().tolist()
     return [None if token_id == NOT_FINITE else token_id for token_id in ids]
 
 

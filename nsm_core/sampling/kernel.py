@@ -102,7 +102,16 @@ def _choose(x, top, ids, params_ptr, smallest):
 
 @triton.jit
 def _sample(
-    logits_ptr, stride, params_ptr, chosen_ptr, vocab_size, smallest, PARAMS: tl.constexpr, VOCAB: tl.constexpr
+    logits_ptr,
+    stride,
+    params_ptr,
+    words_ptr,
+    num_words,
+    chosen_ptr,
+    vocab_size,
+    smallest,
+    PARAMS: tl.constexpr,
+    VOCAB: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, VOCAB)
@@ -110,6 +119,9 @@ def _sample(
     x = tl.load(logits_ptr + row * stride + ids, mask=is_id, other=-float("inf"))
     is_finite = (x == x) & (tl.abs(x) != float("inf"))
     num_finite = tl.sum((is_finite & is_id).to(tl.int32), axis=0)
+    if words_ptr is not None:
+        words = tl.load(words_ptr + row * num_words + (ids >> 5), mask=is_id, other=0)
+        x = tl.where(((words >> (ids & 31)) & 1) != 0, x, -float("inf"))
     top = tl.max(x, axis=0)
     chosen = tl.min(tl.where(x == top, ids, VOCAB), axis=0)
     if params_ptr is not None:
@@ -120,11 +132,12 @@ def _sample(
     tl.store(chosen_ptr + row, tl.where(num_finite == vocab_size, chosen, -1).to(tl.int64))
 
 
-def choose_tokens(logits: Tensor, params: Tensor | None) -> Tensor:
+def choose_tokens(logits: Tensor, params: Tensor | None, words: Tensor | None = None) -> Tensor:
     """logits [B,V] fp32 -> ids [B] int64, NOT_FINITE for a row that is not finite.
 
     params [B, NUM_PARAMS] int64: seed, choice index, position, top-k, then the bits of the fp64 temperature, top-p and
-    min-p. None: every row is greedy.
+    min-p. None: every row is greedy. words [B,ceil(V/32)] int32: the tokens that each row may have, at least one, as
+    `TokenMasks` has them. None: all.
     """
     rows, vocab_size = logits.shape
     chosen = logits.new_empty(rows, dtype=torch.int64)
@@ -132,6 +145,8 @@ def choose_tokens(logits: Tensor, params: Tensor | None) -> Tensor:
         logits,
         logits.stride(0),
         params,
+        words,
+        0 if words is None else words.shape[1],
         chosen,
         vocab_size,
         torch.finfo(torch.float32).tiny,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 WORD_BITS = 32
+ALL_ALLOWED = np.int32(-1)
 # Bits set in each 16-bit number: numpy.bitwise_count needs numpy 2, and Triton's environment has numpy 1.
 _BITS_SET = np.unpackbits(np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
     axis=1, dtype=np.uint8
@@ -43,13 +44,24 @@ class TokenMasks:
         ids[rows] = at * WORD_BITS + num_bits_set((bits - np.uint32(1))[:, None])
         return ids
 
+    def dense(self, num_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
+        """[num_rows, ceil(vocab_size / 32)]: a mask for each row of the logits; those that have none allow every
+        token.
+        """
+        words = np.full((num_rows, -(-vocab_size // WORD_BITS)), ALL_ALLOWED, np.int32)
+        words[self.indices] = 0
+        words[self.indices, : self.words.shape[1]] = self.words
+        return words
+
     def of_rows(self, chosen: npt.NDArray[np.bool_]) -> TokenMasks:
         """Those of `chosen` [R]."""
         return TokenMasks(self.indices[chosen], self.words[chosen])
 
     def within(self, rows: Sequence[int]) -> TokenMasks:
-        """The masks for logits[rows], which have all rows of `indices`."""
-        return TokenMasks(np.searchsorted(np.asarray(rows, np.int64), self.indices), self.words)
+        """The masks for logits[rows]; `rows` rise."""
+        of_rows = np.asarray(rows, np.int64)
+        own = np.isin(self.indices, of_rows)
+        return TokenMasks(np.searchsorted(of_rows, self.indices[own]), self.words[own])
 
 
 class MaskLogits(Protocol):

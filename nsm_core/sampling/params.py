@@ -135,9 +135,14 @@ class SamplingParams:
         return self.grammar is not None or self.min_tokens > 0
 
     @property
+    def is_unadjusted(self) -> bool:
+        """Whether tokens are chosen from the raw logits and a mask alone: no log-probabilities, bias or penalties."""
+        return self.logprobs is None and not self.logit_bias and not self.has_penalties
+
+    @property
     def is_plain(self) -> bool:
-        """Whether tokens are chosen from the raw logits alone: no log-probabilities, bias, penalties or masks."""
-        return self.logprobs is None and not self.logit_bias and not self.has_penalties and not self.is_constrained
+        """Whether tokens are chosen from the raw logits alone: unadjusted, and without masks."""
+        return self.is_unadjusted and not self.is_constrained
 
 
 def top_k_count(top_k: int) -> int:

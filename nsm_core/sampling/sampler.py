@@ -94,7 +94,8 @@ class Sampler:
     A row's result is a function of its own logits, params, position and counts: neighbours and batch size change
     nothing, not even the last bit. Log-probabilities are those of the raw logits, before step 1.
 
-    Plain rows (`SamplingParams.is_plain`, no mask) on a GPU are sampled there; their logits are not copied to the host.
+    Unadjusted rows (`SamplingParams.is_unadjusted`) on a GPU are sampled there: their masks are copied to it, and their
+    logits are not copied to the host.
     """
 
     def __init__(self, draw: Draw | None = None, mask: MaskLogits = mask_reference) -> None:
@@ -113,17 +114,16 @@ class Sampler:
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
         if not (runs_kernels(logits) and fits_device(logits)):
             return self._sample_on_host(logits, rows, masks)
-        plain_rows = [row.params.is_plain for row in rows]
-        if all(plain_rows):
-            return _sample_plain(logits, rows)
+        unadjusted = [row.params.is_unadjusted for row in rows]
+        if all(unadjusted):
+            return _sample_there(logits, rows, masks)
         chosen: list[SampledToken | NumericalError] = [not_finite(row.position) for row in rows]
-        for is_plain in (True, False):
-            indices = [index for index, plain in enumerate(plain_rows) if plain is is_plain]
+        for sample, is_wanted in ((_sample_there, True), (self._sample_on_host, False)):
+            indices = [index for index, is_unadjusted in enumerate(unadjusted) if is_unadjusted is is_wanted]
             if not indices:
                 continue
-            part, of_part = logits[indices], [rows[index] for index in indices]
             of_masks = None if masks is None else masks.within(indices)
-            tokens = _sample_plain(part, of_part) if is_plain else self._sample_on_host(part, of_part, of_masks)
+            tokens = sample(logits[indices], [rows[index] for index in indices], of_masks)
             for index, token in zip(indices, tokens, strict=True):
                 chosen[index] = token
         return chosen
@@ -167,10 +167,13 @@ class Sampler:
         ]
 
 
-def _sample_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
+def _sample_there(
+    logits: Tensor, rows: Sequence[SampledRow], masks: TokenMasks | None
+) -> list[SampledToken | NumericalError]:
+    """On the device that has the logits."""
     return [
         not_finite(row.position) if token_id is None else SampledToken(token_id=token_id)
-        for token_id, row in zip(sample_on_device(logits, rows), rows, strict=True)
+        for token_id, row in zip(sample_on_device(logits, rows, masks), rows, strict=True)
     ]
 
 

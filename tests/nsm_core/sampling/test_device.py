@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from nsm_core.sampling import sampler as sampler_module
 from nsm_core.sampling.device import sample_on_device
+from nsm_core.sampling.masks import TokenMasks
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
@@ -36,8 +38,8 @@ params = st.builds(
 rows = st.builds(SamplingRow, params=params, position=st.integers(0, 2**62), generated_counts=st.just({}))
 
 
-def on_host(logits: Tensor, wanted: list[SamplingRow]) -> list[int]:
-    tokens = Sampler().sample(logits.cpu(), wanted)
+def on_host(logits: Tensor, wanted: list[SamplingRow], masks: TokenMasks | None = None) -> list[int]:
+    tokens = Sampler().sample(logits.cpu(), wanted, masks)
     return [token.token_id for token in tokens if isinstance(token, SampledToken)]
 
 
@@ -55,6 +57,32 @@ def test_device_draws_equal_host_draws(wanted: list[SamplingRow], vocab: int, le
     if levels:
         logits = torch.randint(levels, logits.shape, generator=generator).float() / 4
     assert sample_on_device(logits.to(DEVICE), wanted) == on_host(logits, wanted)
+
+
+@settings(max_examples=scaled(15, 300), deadline=None)
+@given(
+    wanted=st.lists(rows, min_size=1, max_size=4),
+    vocab=st.integers(1, 300),
+    missing_words=st.integers(0, 2),
+    share=st.sampled_from((0.0, 0.02, 0.5)),
+    seed=st.integers(0, 999),
+)
+def test_device_masks_equal_host_masks(
+    wanted: list[SamplingRow], vocab: int, missing_words: int, share: float, seed: int
+) -> None:
+    """Masks of some rows, forced tokens, and masks whose last words are missing among them."""
+    rng = np.random.default_rng(seed)
+    num_words = max(1, -(-vocab // 32) - missing_words)
+    allowed = rng.random((len(wanted), 32 * num_words)) < share
+    allowed[np.arange(len(wanted)), rng.integers(0, min(vocab, 32 * num_words), len(wanted))] = True
+    allowed[:, vocab:] = False
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    indices = np.flatnonzero(rng.random(len(wanted)) < 0.7)
+    masks = TokenMasks(indices, words[indices])
+    logits = 3 * torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(seed))
+    got = sample_on_device(logits.to(DEVICE), wanted, masks)
+    assert got == on_host(logits, wanted, masks)
+    assert all(allowed[index, got[index]] for index in indices.tolist())
 
 
 def row(**params: object) -> SamplingRow:
@@ -75,7 +103,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert sample_on_device(logits, [row(temperature=1e-300)] * 2) == logits.argmax(dim=1).tolist()
 
 
-def test_rows_that_are_not_plain_are_sampled_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_adjusted_are_sampled_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities, bias and penalties need the logits there; results stay in the order of the rows."""
     wanted = [
         row(seed=1),
@@ -84,16 +112,20 @@ def test_rows_that_are_not_plain_are_sampled_on_the_host(monkeypatch: pytest.Mon
         dataclasses.replace(row(seed=4, repetition_penalty=2.0), generated_counts={3: 1}),
         row(seed=5, repetition_penalty=2.0),
         row(temperature=0.0),
+        row(seed=6, min_tokens=3),
+        row(seed=7, min_tokens=3, logprobs=1),
     ]
-    logits = torch.randn(6, 40)
-    want = Sampler().sample(logits, wanted)
-    on_device: list[int] = []
+    logits = torch.randn(8, 40)
+    words = np.array([[0b1010, 0], [0, 0b1100]], np.int32)
+    masks = TokenMasks(np.array([6, 7]), words)
+    want = Sampler().sample(logits.clone(), wanted, masks)
+    on_device: list[tuple[int, list[int]]] = []
 
-    def count(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
-        on_device.append(len(rows))
-        return sample_on_device(logits, rows)
+    def count(logits: Tensor, rows: list[SamplingRow], masks: TokenMasks) -> list[int | None]:
+        on_device.append((len(rows), masks.indices.tolist()))
+        return sample_on_device(logits, rows, masks)
 
     monkeypatch.setattr(sampler_module, "runs_kernels", lambda _: True)
     monkeypatch.setattr(sampler_module, "sample_on_device", count)
-    assert Sampler().sample(logits.to(DEVICE), wanted) == want
-    assert on_device == [2]
+    assert Sampler().sample(logits.to(DEVICE), wanted, masks) == want
+    assert on_device == [(3, [2])]
