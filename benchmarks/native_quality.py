@@ -22,7 +22,7 @@ from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
-from nsm_core.execution.native.precision import HALF_STATES, PRECISIONS, Precision
+from nsm_core.execution.native.precision import HALF_STATES, precision_of
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -32,7 +32,7 @@ from nsm_lab.training.data_files import Split, read_documents
 
 PIECE_LEN = 512  # tokens of a call
 REFERENCE = "eager"
-NSM_EXECUTORS: tuple[ExecutorName, ...] = ("native", "native-int4", HALF_STATES)
+NSM_EXECUTORS: tuple[ExecutorName, ...] = ("native", "native-int4", *HALF_STATES)
 SPLITS_READ: tuple[Split, ...] = ("test", "val")  # what the model was not trained on
 
 
@@ -86,9 +86,9 @@ def make_executors(model: NsmModel, names: Iterable[ExecutorName], *, num_thread
     """The reference, and the native executors of these names."""
     executors: dict[str, Executor] = {REFERENCE: EagerExecutor(model, num_rows=1)}
     for name in names:
-        weights = NativeWeights(model, precision=PRECISIONS.get(name, Precision.INT8))
+        weights = NativeWeights(model, precision=precision_of(name))
         executors[name] = NativeExecutor(
-            model, num_rows=1, num_threads=num_threads, weights=weights, half_states=name == HALF_STATES
+            model, num_rows=1, num_threads=num_threads, weights=weights, half_states=name in HALF_STATES
         )
     return executors
 

@@ -23,13 +23,15 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """`claims`: whether it should open the path; never raises. The others raise CheckpointError or
-    ConfigError that names the file: `load` for a device; `outline` the same for descriptions, which need no weights;
+    ConfigError that names the file: `load` for a device; `open` the same for `choose_executor` alone, where weights may
+    still be as in the file; `outline` the same for descriptions, which need no weights;
     `identify` fingerprint and tokenizer.
     """
 
     name: str
     claims: Callable[[Path], bool]
     load: Callable[[Path, str], LoadedModel[SequenceModel]]
+    open: Callable[[Path, str], LoadedModel[SequenceModel]]
     outline: Callable[[Path, str], LoadedModel[SequenceModel]]
     identify: Callable[[Path], tuple[str, Tokenizer]]
 
@@ -49,13 +51,15 @@ ARCHITECTURES = (
         name=rwkv7_loader.ARCHITECTURE,
         claims=rwkv7_opening.claims,
         load=rwkv7_loader.load_rwkv7,
-        outline=rwkv7_loader.load_rwkv7,  # it reads a tensor when an executor asks for it
+        open=rwkv7_loader.load_rwkv7,  # it reads a tensor when an executor asks for it
+        outline=rwkv7_loader.load_rwkv7,
         identify=_identify_rwkv7,
     ),
     Architecture(
         name=nsm_loader.ARCHITECTURE,
         claims=lambda path: True,
         load=nsm_loader.load_checkpoint,
+        open=nsm_loader.open_checkpoint,
         outline=nsm_loader.outline_checkpoint,
         identify=_identify_nsm,
     ),
@@ -74,6 +78,12 @@ def load_model(model: Path | None = None, device: str = "cpu") -> LoadedModel[Se
     """
     path = find_checkpoint(model)
     return architecture_of(path).load(path, device)
+
+
+def open_model(model: Path | None = None, device: str = "cpu") -> LoadedModel[SequenceModel]:
+    """As `load_model`, for `choose_executor` alone: kernels take weights as the file has them, which costs less."""
+    path = find_checkpoint(model)
+    return architecture_of(path).open(path, device)
 
 
 def outline_model(model: Path | None = None, device: str = "cpu") -> LoadedModel[SequenceModel]:

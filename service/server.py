@@ -171,26 +171,30 @@ def make_local_backend(settings: Settings) -> LocalBackend:
             )
 
     try:
-        return with_model(settings, make)
+        return with_model(settings, make, is_whole=False)
     except MemoryError as error:
         raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
 
 
-def with_model(settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made]) -> Made:
+def with_model(
+    settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made], *, is_whole: bool = True
+) -> Made:
     """What `make` makes of the model, on the device and with the threads of the settings.
+
+    `is_whole`: `make` needs all weights in fp32, and not only `choose_executor`.
 
     Raises CheckpointError, DeviceUnusable, and what `make` raises.
     """
     import torch  # a gateway whose models run elsewhere needs none
 
-    from nsm_core.architectures import load_model
+    from nsm_core.architectures import load_model, open_model
     from nsm_core.execution.devices import on_device
 
     torch.set_num_threads(settings.num_threads or usable_threads(torch.get_num_threads()))
 
     def load(device: str) -> LoadedModel[SequenceModel]:
         with naming("model"):
-            return load_model(settings.model, device)
+            return (load_model if is_whole else open_model)(settings.model, device)
 
     # for auto alone, only an executor that was asked for can be without its device
     with naming("executor" if settings.device == AUTO_DEVICE else "device", only=DeviceUnusable):

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,17 +21,23 @@ from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.executor import numerics as native_numerics
 from nsm_core.execution.native.library import PORTABLE, variants
-from nsm_core.execution.native.precision import HALF_STATES, PRECISIONS, Precision
+from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, Precision, precision_of
 from nsm_core.execution.native.unpacked import unpacked_model
-from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
+from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason, packed_matrices
 from nsm_core.execution.rwkv7.choose import choose_rwkv7
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model import loader as nsm_loader
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat
+from nsm_core.model.storage import WeightFormat, fill
 from nsm_core.rwkv7 import loader as rwkv7_loader
 
 logger = logging.getLogger("nsm.execution")
+
+# What auto takes on a CPU for files of these formats: nothing is rounded
+_AUTOMATIC: dict[str, ExecutorName] = {
+    WeightFormat.INT8: EXECUTORS[Precision.INT8],
+    WeightFormat.INT4: EXECUTORS[Precision.INT4],
+}
 
 
 def choose_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "auto") -> ChosenExecutor:
@@ -63,7 +69,7 @@ def decide_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "au
 class _Decision:
     """`reason`: why it is the eager executor. `missed`: how that one compares with the one that lacks something."""
 
-    name: Literal["cuda", "native", "native-int4", "native-fp16-states", "eager"]
+    name: ExecutorName
     numerics: str
     reason: str | None = None
     missed: str | None = None
@@ -73,7 +79,7 @@ def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -
     if name == "native-fp32":
         raise ConfigError(
             f"{loaded.name} has no fp32 kernels: its executors are native (int8), native-int4, "
-            "native-fp16-states, eager and cuda"
+            "native-fp16-states, native-int4-fp16-states, eager and cuda"
         )
     if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
         reason = cuda_unsupported_reason(model)
@@ -82,16 +88,14 @@ def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -
         if name != "auto":
             raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
         return _Decision("eager", loaded.numerics, reason, "many times slower than the one for GPUs")
-    is_named = name in ("native", "native-int4", HALF_STATES)
+    is_named = name.startswith("native")
     reason = None if is_named else _eager_reason(loaded, name)
     if reason is not None:
         return _Decision("eager", loaded.numerics, reason)
     reason = native_unsupported_reason(model)
     if reason is None:
-        if name == HALF_STATES:
-            return _Decision("native-fp16-states", native_numerics(Precision.INT8, half_states=True))
-        own: Literal["native", "native-int4"] = "native-int4" if name == "native-int4" else "native"
-        return _Decision(own, native_numerics(PRECISIONS[own]))
+        own = name if is_named else _AUTOMATIC[loaded.weight_format]
+        return _Decision(own, native_numerics(precision_of(own), half_states=own in HALF_STATES))
     if is_named:
         raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
     return _Decision("eager", loaded.numerics, reason, "several times slower than the native one")
@@ -101,8 +105,9 @@ def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExec
     decision = _decide_nsm(loaded, loaded.model, name)
     if decision.name == "cuda":
         return _cuda(loaded, _cuda_weights(name))
-    if decision.name not in ("eager", "cuda"):
+    if decision.name != "eager":
         return _native(loaded, decision)
+    loaded = loaded.filled() if isinstance(loaded, nsm_loader.LoadedNsm) else loaded
     if decision.missed is None:
         logger.info("%s runs on the eager executor: %s", loaded.name, decision.reason)
     else:
@@ -120,7 +125,7 @@ def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | No
         return "as requested"
     if loaded.device.type != "cpu":
         return "the model is not on a CPU"
-    if loaded.weight_format != WeightFormat.INT8:
+    if loaded.weight_format not in _AUTOMATIC:
         return f"its file holds {loaded.weight_format} weights, which the native one would round to int8"
     if variants()[:1] == (PORTABLE,):
         return "the native kernels for this processor are plain C++, slower than PyTorch where there are many tokens"
@@ -128,14 +133,17 @@ def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | No
 
 
 def _native(loaded: LoadedModel[NsmModel], decision: _Decision) -> ChosenExecutor:
-    num_threads, half_states = torch.get_num_threads(), decision.name == HALF_STATES
-    precision = PRECISIONS.get(decision.name, Precision.INT8)
+    num_threads, half_states = torch.get_num_threads(), decision.name in HALF_STATES
+    precision = precision_of(decision.name)
     is_rounded = loaded.weight_format != precision.value
     rounding = f", {loaded.weight_format} weights rounded to {precision}" if is_rounded else ""
     logger.info(
         "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
     )
-    weights = NativeWeights(loaded.model, precision=precision)
+    matrices = loaded.matrices if isinstance(loaded, nsm_loader.LoadedNsm) else {}
+    packed = packed_matrices(loaded.model)
+    fill(loaded.model, {name: rows for name, rows in matrices.items() if name not in packed})
+    weights = NativeWeights(loaded.model, precision=precision, matrices=matrices)
     factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights, half_states=half_states)
     return ChosenExecutor(decision.name, factory, unpacked_model(loaded.model, weights), decision.numerics)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-# auto: native on a CPU where the model's file is int8, cuda on a GPU, eager elsewhere; of RWKV-7 native-fp32 where the
-# file is not int8. cuda: with bf16 matrices
+# auto: native or native-int4 on a CPU where the model's file is int8 or int4, cuda on a GPU, eager elsewhere; of RWKV-7
+# native-fp32 for other files. cuda: with bf16 matrices
 ExecutorName = Literal[
-    "auto", "eager", "native", "native-int4", "native-fp16-states", "native-fp32", "cuda", "cuda-fp16", "cuda-fp32"
+    "auto",
+    "eager",
+    "native",
+    "native-int4",
+    "native-fp16-states",
+    "native-int4-fp16-states",
+    "native-fp32",
+    "cuda",
+    "cuda-fp16",
+    "cuda-fp32",
 ]
 EXECUTOR_NAMES: tuple[ExecutorName, ...] = get_args(ExecutorName)
 

@@ -2,6 +2,8 @@
 
 A weight is scale * (number * step + offset): number in [0, 15], step in [1, MAX_STEP], offset so that the whole grid
 lies in [-127, 127]. A grid is of whole numbers, so a product with int8 inputs has one exact sum for a whole row.
+
+In a file two numbers share a byte: 4.5 bits a weight with its grid.
 """
 
 from __future__ import annotations
@@ -42,6 +44,55 @@ class Int4Rows:
     def dense(self) -> Tensor:
         """The weights [R, C] fp32."""
         return self.grid().float() * self.scale[:, None]
+
+    def first(self, num_rows: int | None) -> Int4Rows:
+        """The first rows, all for None."""
+        parts = (self.numbers, self.steps, self.offsets, self.scale)
+        return Int4Rows(*(part[:num_rows].contiguous() for part in parts))
+
+    def packed(self) -> PackedInt4:
+        """As a file has it. Raises ValueError for a matrix that is not `is_packable`."""
+        if not is_packable(tuple(self.numbers.shape)):
+            raise ValueError(f"rows of {self.numbers.shape[1]} numbers do not fill their bytes")
+        low, high = self.numbers[:, 0::2], self.numbers[:, 1::2]
+        return PackedInt4(low | (high << 4), self.steps, self.offsets, self.scale)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedInt4:
+    """Int4Rows as a file has them: of each byte [R, C/2] the lower half is the first of two numbers."""
+
+    numbers: Tensor
+    steps: Tensor
+    offsets: Tensor
+    scale: Tensor
+
+    def rows(self) -> Int4Rows:
+        """The same matrix with a byte for each number."""
+        numbers = torch.stack((self.numbers & MOST, self.numbers >> 4), dim=-1).flatten(1)
+        return Int4Rows(numbers, *(part.contiguous() for part in (self.steps, self.offsets, self.scale)))
+
+    def dense(self) -> Tensor:
+        """The weights [R, C] fp32."""
+        return self.rows().dense()
+
+    def fault(self) -> str | None:
+        """What no kernel can compute with, in words; None for a sound matrix."""
+        parts = (self.numbers, self.steps, self.offsets, self.scale)
+        if [part.dtype for part in parts] != [torch.uint8, torch.uint8, torch.int8, torch.float32]:
+            return "has other dtypes than uint8, uint8, int8 and float32"
+        num_rows, num_bytes = self.numbers.shape if self.numbers.ndim == 2 else (-1, 0)
+        groups = (num_rows, -(-2 * num_bytes // GROUP))
+        if num_rows < 0 or [tuple(part.shape) for part in parts[1:]] != [groups, groups, (num_rows,)]:
+            return "has grids or scales of other shapes than its numbers"
+        lowest, step = self.offsets.to(torch.int16), self.steps.to(torch.int16)
+        is_sound = (step >= 1) & (step <= MAX_STEP) & (lowest >= -LIMIT) & (lowest + MOST * step <= LIMIT)
+        return None if bool(is_sound.all()) else "has a grid beyond int8"
+
+
+def is_packable(shape: tuple[int, ...]) -> bool:
+    """Whether a file can hold a tensor of this shape in int4: a matrix whose rows fill their bytes."""
+    return len(shape) == 2 and shape[1] % 2 == 0
 
 
 def quantize_int4(weight: Tensor) -> Int4Rows:

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 CHUNK_ROWS = 2048  # that are in fp32 at a time: a large matrix in half precision is rounded in little more memory
+
+LARGEST = 127  # of a rounded row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """A matrix as its file has it: numbers [R, C] int8, scale [R] fp32."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    def dense(self) -> Tensor:
+        """The weights [R, C] fp32."""
+        return self.numbers.float().mul_(self.scale[:, None])
+
+    def quantized(self) -> tuple[Tensor, Tensor]:
+        """`quantize_rows(self.dense())`, to the bit, without the weights in fp32 if each row uses the whole range."""
+        if len(self.scale) == 0 or self.numbers.shape[1] == 0:
+            return quantize_rows(self.dense())
+        least, most = self.numbers.amin(dim=1).to(torch.int16), self.numbers.amax(dim=1).to(torch.int16)
+        if not bool((torch.maximum(-least, most) == LARGEST).all()):
+            return quantize_rows(self.dense())
+        return self.numbers, (self.scale.float() * LARGEST).clamp(min=1e-12) / LARGEST
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,5 +41,5 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    scale = rows.abs().amax(dim=1).clamp(min=1e-12) / 127.0
-    return (rows / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
+    scale = rows.abs().amax(dim=1).clamp(min=1e-12) / LARGEST
+    return (rows / scale[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scale

@@ -28,7 +28,7 @@ class NumberKind:
     @property
     def weight_format(self) -> str:
         """The format of this name, or the nearest one that executors know."""
-        return {"F64": "fp32", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}.get(self.name, "int8")
+        return {"F64": "fp32", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "U8": "int4"}.get(self.name, "int8")
 
 
 PLAIN: Mapping[str, NumberKind] = {
@@ -39,6 +39,7 @@ PLAIN: Mapping[str, NumberKind] = {
         ("F16", torch.float16),
         ("BF16", torch.bfloat16),
         ("I8", torch.int8),
+        ("U8", torch.uint8),  # two numbers of int4 rows, or their steps
     )
 }
 QUANTISED: Mapping[str, NumberKind] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,11 +21,21 @@ ARCHITECTURE = "nsm"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedNsm(LoadedModel[NsmModel]):
-    """A loaded model of this family, of which laboratory commands want to know more."""
+    """A loaded model of this family, of which laboratory commands want to know more.
+
+    `matrices`: see `OpenedModel`; empty when `model` has all of its weights.
+    """
+
+    matrices: Mapping[str, storage.StoredRows] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
+
+    def filled(self) -> LoadedNsm:
+        """This model with all of its weights in fp32."""
+        storage.fill(self.model, self.matrices)
+        return dataclasses.replace(self, matrices={})
 
 
 def has_slots(config: ModelConfig) -> bool:
@@ -38,18 +48,29 @@ def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:
 
     Raises CheckpointError or ConfigError with the file's name.
     """
-    return _loaded(find_checkpoint(path), device, storage.read_model)
+    directory = find_checkpoint(path)
+    return _loaded(directory, device, *storage.read_model(directory))
+
+
+def open_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:
+    """As `load_checkpoint`, for `choose_executor`: on a CPU large matrices stay as the file has them."""
+    directory = find_checkpoint(path)
+    if device != "cpu":
+        return load_checkpoint(directory, device)
+    opened = storage.open_model(directory)
+    loaded = _loaded(directory, device, opened.model, opened.tokenizer, opened.weight_format)
+    return dataclasses.replace(loaded, matrices=opened.matrices)
 
 
 def outline_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:
     """As `load_checkpoint`, for descriptions: no weight is read, and the model's numbers mean nothing."""
-    return _loaded(find_checkpoint(path), device, storage.read_outline)
+    directory = find_checkpoint(path)
+    return _loaded(directory, device, *storage.read_outline(directory))
 
 
 def _loaded(
-    directory: Path, device: str, read: Callable[[Path], tuple[NsmModel, Tokenizer, storage.WeightFormat]]
+    directory: Path, device: str, model: NsmModel, tokenizer: Tokenizer, weight_format: storage.WeightFormat
 ) -> LoadedNsm:
-    model, tokenizer, weight_format = read(directory)
     target = torch.device(device)
     return LoadedNsm(
         architecture=ARCHITECTURE,

@@ -44,19 +44,32 @@ def write_tier(directory: Path, num_slots: int, output: Path) -> None:
         raise ConfigError(f"{output} exists and is not an empty directory")
     files = storage.read_files(directory)
     config = tier_config(files.config, num_slots)
-    with storage.NoStart():
-        shapes = {name: value.shape for name, value in NsmModel(config).state_dict().items()}
-    tensors = {
-        name: _first_slots(value, _stored_shape(name, shapes), files.config.num_memory_slots, num_slots)
-        for name, value in files.tensors.items()
-        if name.removesuffix(storage.SCALE_SUFFIX) in shapes
-    }
+    whole, small = _shapes(files.config), _shapes(config)
+    tensors = {}
+    for name, value in files.tensors.items():
+        parameter = storage.parameter_of(name)
+        if parameter not in small:
+            continue
+        if whole.get(parameter) == small[parameter]:
+            tensors[name] = value
+            continue
+        shape = _stored_shape(name, small)
+        if parameter + storage.STEPS_SUFFIX in files.tensors:
+            if whole[parameter][1:] != small[parameter][1:]:
+                raise ConfigError(f"{directory}: slots share grids in the int4 matrix {parameter}: use a file in int8")
+            shape = (small[parameter][0], *value.shape[1:])
+        tensors[name] = _first_slots(value, shape, files.config.num_memory_slots, num_slots)
     storage.write_files(output, storage.ModelFiles(config, files.tokenizer, tensors, files.weight_format))
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with storage.NoStart():
+        return {name: tuple(value.shape) for name, value in NsmModel(config).state_dict().items()}
 
 
 def _stored_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape in the tier's file; the scales of a tensor lack its dimension 1, see `quantize_rows`."""
-    shape = shapes[name.removesuffix(storage.SCALE_SUFFIX)]
+    shape = shapes[storage.parameter_of(name)]
     return (*shape[:1], *shape[2:]) if name.endswith(storage.SCALE_SUFFIX) else shape
 
 

@@ -16,8 +16,8 @@ class Rwkv7Files:
     """`tensors`: by canonical name (`tensor_shapes`); each look-up reads that tensor from the file, in fp32, fp16 or
     bf16, and keeps nothing.
 
-    `weight_format`: of the large matrices in the file, as `fp32`, `fp16`, `bf16` or `int8`. `fingerprint`: hash over
-    config, weights and tokenizer. `created`: unix seconds of the weights' file.
+    `weight_format`: of the large matrices in the file, as `fp32`, `fp16`, `bf16`, `int8` or `int4`. `fingerprint`:
+    hash over config, weights and tokenizer. `created`: unix seconds of the weights' file.
     """
 
     config: Rwkv7Config

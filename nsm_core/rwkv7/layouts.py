@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from nsm_core.formats.int4_groups import PackedInt4
 from nsm_core.formats.stored_tensor import Shape, StoredTensor
 
 SHIFTS = "rwkvag"  # order of the token-shift vectors in one tensor
-SCALE_SUFFIX = ".row_scale"
+SCALE_SUFFIX, STEPS_SUFFIX, OFFSETS_SUFFIX = ".row_scale", ".int4_steps", ".int4_offsets"
 # Of the first block, which has no value residual; some files have them, and no model reads them
 UNUSED = frozenset(f"blocks.0.att.v{part}" for part in "012")
 
@@ -124,13 +125,15 @@ GGUF = Layout(
 class Source:
     """How a canonical tensor is stored: turned, as row `part` of six, or with a `scale` for each row.
 
-    `canonical`: the shape to read it in; None until it is known.
+    `grids`: steps and offsets of a matrix in int4, see PackedInt4. `canonical`: the shape to read it in; None until it
+    is known.
     """
 
     stored: StoredTensor
     is_turned: bool = False
     part: int | None = None
     scale: StoredTensor | None = None
+    grids: tuple[StoredTensor, StoredTensor] | None = None
     canonical: Shape | None = None
 
     @property
@@ -141,19 +144,37 @@ class Source:
             return (self.stored.count // len(SHIFTS),)
         while len(shape) > 1 and shape[0] == 1:
             shape = shape[1:]
+        if self.grids is not None:
+            shape = (*shape[:-1], 2 * shape[-1])
         return shape[::-1] if self.is_turned and len(shape) == 2 else shape
 
     def read(self) -> Tensor:
         """The canonical tensor: fp32, fp16 or bf16."""
-        value = self.stored.read()
+        packed = self.packed()
+        value = self.stored.read() if packed is None else packed.dense()
         if self.part is not None:
             value = value.reshape(len(SHIFTS), -1)[self.part]
-        if self.scale is not None:
+        if self.scale is not None and packed is None:
             value = value.float() * self.scale.read().float()[:, None]
         if self.is_turned:
             value = value.reshape(self.shape[::-1]).t()
         value = value.float() if value.dtype.itemsize == 8 else value
         return value.reshape(self.shape if self.canonical is None else self.canonical).contiguous()
+
+    def packed(self) -> PackedInt4 | None:
+        """A matrix in int4 as the file has it; None for any other tensor. Raises CheckpointError that names it."""
+        if self.grids is None or self.scale is None:
+            return None
+        packed = PackedInt4(self.stored.read(), *(part.read() for part in (*self.grids, self.scale)))
+        fault = packed.fault()
+        if fault is not None:
+            raise self.stored.error(fault)
+        return packed
+
+    @property
+    def others(self) -> tuple[StoredTensor, ...]:
+        """What belongs to `stored`: scale and grids."""
+        return tuple(part for part in (self.scale, *(self.grids or ())) if part is not None)
 
     @property
     def manner(self) -> str:

@@ -12,10 +12,20 @@ from pathlib import Path
 from torch import Tensor
 
 from nsm_core.errors import CheckpointError, ConfigError
+from nsm_core.formats.int4_groups import PackedInt4
 from nsm_core.formats.stored_tensor import Shape, StoredTensor, shown_shape
 from nsm_core.hashing import new_identity
 from nsm_core.rwkv7.config import Rwkv7Config
-from nsm_core.rwkv7.layouts import OFFICIAL, OFFICIAL_TURNED, SCALE_SUFFIX, SHIFTS, Layout, Source
+from nsm_core.rwkv7.layouts import (
+    OFFICIAL,
+    OFFICIAL_TURNED,
+    OFFSETS_SUFFIX,
+    SCALE_SUFFIX,
+    SHIFTS,
+    STEPS_SUFFIX,
+    Layout,
+    Source,
+)
 from nsm_core.rwkv7.tensors import tensor_shapes
 
 HEAD_SIZE = 64  # of all published models; needed where a file has the bonus of the heads in one row
@@ -54,6 +64,10 @@ class ModelTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.sources)
 
+    def packed(self, name: str) -> PackedInt4 | None:
+        """A matrix in int4 as the file has it; None for any other tensor. Raises CheckpointError."""
+        return self.sources[name].packed()
+
     @property
     def weight_format(self) -> str:
         """The format of the large matrices, or the nearest one that executors know."""
@@ -84,8 +98,11 @@ class ModelTensors(Mapping[str, Tensor]):
             return self._find("emb.weight")
         if stored is None:
             return None
-        scale = self._stored.get(stored.name + SCALE_SUFFIX)
-        return Source(stored=stored, is_turned=self._layout.is_turned(name), scale=scale)
+        scale, steps, offsets = (
+            self._stored.get(stored.name + suffix) for suffix in (SCALE_SUFFIX, STEPS_SUFFIX, OFFSETS_SUFFIX)
+        )
+        grids = None if steps is None or offsets is None or scale is None else (steps, offsets)
+        return Source(stored=stored, is_turned=self._layout.is_turned(name), scale=scale, grids=grids)
 
     def _source(self, name: str) -> Source:
         source = self._find(name)
@@ -96,13 +113,17 @@ class ModelTensors(Mapping[str, Tensor]):
     def _checked(self, name: str, shape: Shape) -> Source:
         source = self._source(name)
         stored = source.stored
+        if (stored.kind.name == "U8") != (source.grids is not None):
+            raise stored.error(
+                "holds numbers of 4 bits without scale and grids for each row, or other numbers with them"
+            )
         is_same = source.part is None or stored.count == len(SHIFTS) * shape[-1]
         given = source.shape
         if source.part is None and "r_k" in name and stored.count == shape[0] * shape[1]:
             given = shape  # heads in one row
         if not is_same or _without_ones(given) != _without_ones(shape):
             raise stored.error(f"has the shape {shown_shape(stored.shape)}, which does not fit {shown_shape(shape)}")
-        is_scaled = source.scale is not None
+        is_scaled = source.scale is not None and source.grids is None
         if (stored.kind.name == "I8") != is_scaled:
             raise stored.error("holds int8 numbers without a scale for each row, or other numbers with one")
         if source.scale is not None and source.scale.shape != stored.shape[:1]:
@@ -111,7 +132,7 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def _refuse_unknown(self, shapes: Mapping[str, Shape]) -> None:
         known = {source.stored.name for source in self.sources.values()} | self._layout.unused()
-        known |= {source.scale.name for source in self.sources.values() if source.scale is not None}
+        known |= {other.name for source in self.sources.values() for other in source.others}
         known |= {self._layout.name_of(name) for name in shapes}  # a tied head may be stored all the same
         for name, stored in self._stored.items():
             if name not in known:
@@ -164,8 +185,8 @@ class ModelTensors(Mapping[str, Tensor]):
 def _digest(item: tuple[str, Source]) -> str:
     name, source = item
     digest = new_identity(name, source.manner, source.stored.kind.name)
-    for stored in (source.stored, source.scale):
-        for chunk in () if stored is None else stored.chunks():
+    for stored in (source.stored, *source.others):
+        for chunk in stored.chunks():
             digest.update(chunk)
     return digest.hexdigest()
 

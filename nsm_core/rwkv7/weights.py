@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import CheckpointError
+from nsm_core.formats.int4_groups import PackedInt4
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.reading import ModelTensors
 from nsm_core.rwkv7.tensors import Shape, tensor_shapes
@@ -40,6 +41,13 @@ class CheckedTensors:
         if not bool(torch.isfinite(found.sum(dtype=torch.float64))):
             raise self.refusal(name, "holds a number that is not finite")
         return found.detach().reshape(shape[2:] if shape[:2] == (1, 1) else shape)
+
+    def packed(self, name: str) -> PackedInt4 | None:
+        """The matrix as an int4 file has it; None if the tensors are no such file's."""
+        packed = self._tensors.packed(name) if isinstance(self._tensors, ModelTensors) else None
+        if packed is not None and not bool(torch.isfinite(packed.scale).all()):
+            raise self.refusal(name, "holds a number that is not finite")
+        return packed
 
     def refusal(self, name: str, fault: str) -> CheckpointError:
         """The error for a tensor that cannot be used."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nsm_core.architectures import load_model
+from nsm_core.architectures import open_model
 from nsm_core.control_group import usable_threads
 from nsm_core.errors import ConfigError
 from nsm_core.execution.devices import on_device
@@ -72,7 +72,7 @@ class Backend:
             worker = on_device(
                 device_of(config, args),
                 config.executor,
-                lambda device: load_model(config.model, device),
+                lambda device: open_model(config.model, device),
                 lambda loaded: Worker(loaded, config),
             )
         except MemoryError as error:

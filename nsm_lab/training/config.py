@@ -75,7 +75,8 @@ class TrainConfig:
         self._require(has_tiers, "tier_share", "0 for a model without state_tiers")
         self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
-        self._require(self.weight_format in ("fp32", "bf16", "int8"), "weight_format", "fp32, bf16 or int8")
+        formats = ("fp32", "bf16", "int8", "int4")
+        self._require(self.weight_format in formats, "weight_format", "fp32, bf16, int8 or int4")
 
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:

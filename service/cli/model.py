@@ -26,6 +26,7 @@ class ModelFormat(enum.StrEnum):
     """How the large matrices are written."""
 
     INT8 = "int8"
+    INT4 = "int4"
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
@@ -50,31 +51,44 @@ def convert(
     model: ModelPath,
     output: Annotated[Path, typer.Option("--out", help="Directory to write, new or empty.", show_default=False)],
     weight_format: Annotated[
-        ModelFormat, typer.Option(help="Of the large matrices; int8 has a scale for each row.")
+        ModelFormat, typer.Option(help="Of the large matrices; int8 has a scale for each row, int4 grids too.")
     ] = ModelFormat.INT8,
     chat_template: Annotated[
         str | None,
         typer.Option(help="Name of a template, or a file of Jinja.", show_default="the model's own"),
     ] = None,
 ) -> None:
-    """Write an RWKV-7 model of any layout as a model directory of its own."""
+    """Write a model, RWKV-7 of any layout too, as a model directory with other numbers."""
     from nsm_core.model.bundled import find_checkpoint
-    from nsm_core.model.storage import require_directory
     from nsm_core.rwkv7.opening import OpenModel, claims
     from nsm_core.rwkv7.saving import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise typer.BadParameter(f"{output} is not a new or empty directory", param_hint="'--out'")
     path = find_checkpoint(model)
-    if not claims(path):
-        require_directory(path)
-        raise CheckpointError(f"{model} is no RWKV-7 model, and no other is converted")
-    opened = OpenModel(path)
-    template = opened.template.text if chat_template is None else _template_text(chat_template)
-    save_model(opened, output, weight_format.value, chat_template=template)
-    written = OpenModel(output)
+    if claims(path):
+        opened = OpenModel(path)
+        template = opened.template.text if chat_template is None else _template_text(chat_template)
+        save_model(opened, output, weight_format.value, chat_template=template)
+        written = OpenModel(output).tensors.weight_format
+    else:
+        template = _convert_nsm(path, output, weight_format, chat_template)
+        written = weight_format.value
     total = sum(file.stat().st_size for file in output.iterdir())
-    note(f"{output}: {total:,} bytes, {written.tensors.weight_format}, chat template {_first_line(template)}")
+    note(f"{output}: {total:,} bytes, {written}, chat template {_first_line(template)}")
+
+
+def _convert_nsm(path: Path, output: Path, weight_format: ModelFormat, chat_template: str | None) -> str:
+    """The written model's chat template, by name."""
+    from nsm_core.config import ModelConfig
+    from nsm_core.model.storage import CONFIG_FILE, WeightFormat, convert_model, require_directory
+
+    require_directory(path)
+    if weight_format is ModelFormat.FP16:
+        raise typer.BadParameter(f"{path} can be int8, int4, bf16 or fp32", param_hint="'--weight-format'")
+    template = None if chat_template is None else _template_text(chat_template)
+    convert_model(path, output, WeightFormat(weight_format.value), chat_template=template)
+    return ModelConfig.load(output / CONFIG_FILE).chat_template
 
 
 def rwkv7_facts(model: OpenModel) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def test_commands_for_memory_slots_refuse_other_architectures(tiny_tokenizer: To
         ("bf16", "auto", "native-fp32", "cpu/fp32/rwkv7-native-1"),
         ("bf16", "native", "native", "cpu/int8/rwkv7-native-1"),
         ("bf16", "native-int4", "native-int4", "cpu/int4/rwkv7-native-1"),
+        ("int4", "auto", "native-int4", "cpu/int4/rwkv7-native-1"),
         ("int8", "native-fp32", "native-fp32", "cpu/fp32/rwkv7-native-1"),
         ("int8", "eager", "eager", "cpu/fp32/torch"),
     ],

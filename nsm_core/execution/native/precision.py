@@ -22,5 +22,13 @@ EXECUTORS: dict[Precision, ExecutorName] = {
     Precision.FP32: "native-fp32",
 }
 PRECISIONS: dict[ExecutorName, Precision] = {name: precision for precision, name in EXECUTORS.items()}
-# In int8, with running states in fp16; of NSM models alone
-HALF_STATES: ExecutorName = "native-fp16-states"
+# With running states in fp16; of NSM models alone
+HALF_STATES: dict[ExecutorName, Precision] = {
+    "native-fp16-states": Precision.INT8,
+    "native-int4-fp16-states": Precision.INT4,
+}
+
+
+def precision_of(name: ExecutorName) -> Precision:
+    """Of a native executor. Raises KeyError for another one."""
+    return HALF_STATES[name] if name in HALF_STATES else PRECISIONS[name]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.execution.native.library import Part
-from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.execution.native.weights import NativeWeights, packed_matrices
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
@@ -70,16 +70,11 @@ def unpacked_model(model: NsmModel, weights: NativeWeights) -> NsmModel:
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
-    def replace(index: int, part: Part, module: nn.Module) -> None:
-        num_rows, num_cols = module.get_parameter("weight").shape
+    for name, (index, part, weight) in packed_matrices(model).items():
+        num_rows, num_cols = weight.shape
+        module = model.get_submodule(name.removesuffix(".weight"))
         memo[id(module)] = UnpackedMatrix(weights, index, part, (num_rows, num_cols))
-
-    replace(0, Part.EMBEDDING, model.embedding)
-    for index, block in enumerate(model.layers):
-        replace(index, Part.UP, block.mlp.up)
-        replace(index, Part.DOWN, block.mlp.down)
-        replace(index, Part.PROJECT, block.mixer.get_submodule("project"))
-        replace(index, Part.OUT, block.mixer.get_submodule("out"))
+    for block in model.layers:
         if isinstance(block.mixer, PulseMixer):
             logits = block.mixer.router.logits
             memo[id(logits)] = HalfLinear(logits)

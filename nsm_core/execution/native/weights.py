@@ -6,6 +6,7 @@ import ctypes
 import math
 import sys
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from nsm_core.execution.native.library import (
     variants,
 )
 from nsm_core.execution.native.precision import Precision
-from nsm_core.formats.int4_groups import quantize_int4
+from nsm_core.formats.int4_groups import PackedInt4, quantize_int4
+from nsm_core.formats.int8_rows import Int8Rows
 from nsm_core.formats.one_thread import one_thread
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
@@ -29,7 +31,7 @@ from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import SoftmaxRouter
-from nsm_core.model.storage import quantize_rows
+from nsm_core.model.storage import StoredRows, quantize_rows
 
 BUILD = "nsm_core.execution.native.build"
 KINDS: dict[type, Kind] = {PulseMixer: Kind.SLOTS, WindowAttention: Kind.ATTENTION, KeyedMixer: Kind.KEYED}
@@ -58,13 +60,34 @@ def native_unsupported_reason(model: object) -> str | None:
     return None
 
 
+def packed_matrices(model: NsmModel) -> dict[str, tuple[int, Part, Tensor]]:
+    """The parameters that are packed as rows of whole numbers, by name, with their places in the kernels' model."""
+    found = {"embedding.weight": (0, Part.EMBEDDING, model.embedding.weight)}
+    parts = {"mlp.up": Part.UP, "mlp.down": Part.DOWN, "mixer.project": Part.PROJECT, "mixer.out": Part.OUT}
+    for index, block in enumerate(model.layers):
+        for name, part in parts.items():
+            weight = block.get_parameter(f"{name}.weight")
+            found[f"blocks.{index}.{name}.weight"] = (index, part, weight)
+    return found
+
+
 class NativeWeights:
     """A packed copy of a model's weights, rounded to int8 or int4; matrices that are int8 by rows stay so in int8.
 
-    `variant`: one of `variants()`. Raises ValueError for a model that `native_unsupported_reason` refuses.
+    `variant`: one of `variants()`. `matrices`: by name of parameter, those that a file has as rows of whole numbers,
+    which are packed as they are if `precision` is theirs; what the model has in their places is not read.
+
+    Raises ValueError for a model that `native_unsupported_reason` refuses.
     """
 
-    def __init__(self, model: NsmModel, variant: str | None = None, *, precision: Precision = Precision.INT8) -> None:
+    def __init__(
+        self,
+        model: NsmModel,
+        variant: str | None = None,
+        *,
+        precision: Precision = Precision.INT8,
+        matrices: Mapping[str, StoredRows] | None = None,
+    ) -> None:
         reason, library = native_unsupported_reason(model), load_library()
         if reason is not None or library is None:
             raise ValueError(reason)
@@ -80,7 +103,7 @@ class NativeWeights:
         if self._handle is None:
             raise ValueError(f"this processor has no kernels {self.variant}; it has {', '.join(variants())}")
         weakref.finalize(self, library.nsm_model_free, self._handle).atexit = False
-        self._pack(model)
+        self._pack(model, matrices or {})
 
     @property
     def handle(self) -> int:
@@ -100,8 +123,9 @@ class NativeWeights:
 
     @one_thread()
     @torch.no_grad()
-    def _pack(self, model: NsmModel) -> None:
-        self._matrix(0, Part.EMBEDDING, model.embedding.weight)
+    def _pack(self, model: NsmModel, matrices: Mapping[str, StoredRows]) -> None:
+        for name, (index, part, weight) in packed_matrices(model).items():
+            self._matrix(index, part, weight, matrices.get(name))
         self._floats(0, Part.FINAL_NORM, model.final_norm.weight)
         for index, block in enumerate(model.layers):
             self._block(index, block)
@@ -116,12 +140,8 @@ class NativeWeights:
     def _block(self, index: int, block: Block) -> None:
         self._floats(index, Part.MIXER_NORM, block.mixer_norm.weight)
         self._floats(index, Part.MLP_NORM, block.mlp_norm.weight)
-        self._matrix(index, Part.UP, block.mlp.up.weight)
-        self._matrix(index, Part.DOWN, block.mlp.down.weight)
 
     def _slot_layer(self, index: int, mixer: PulseMixer) -> None:
-        self._matrix(index, Part.PROJECT, mixer.project.weight)
-        self._matrix(index, Part.OUT, mixer.out.weight)
         self._floats(index, Part.OUT_NORM, mixer.out_norm)
         self._floats(index, Part.CONV, mixer.conv.weight)
         self._floats(index, Part.READ_SCALE, mixer.scale)
@@ -135,8 +155,6 @@ class NativeWeights:
         self._router(index, weight, bias)
 
     def _keyed_layer(self, index: int, mixer: KeyedMixer) -> None:
-        self._matrix(index, Part.PROJECT, mixer.project.weight)
-        self._matrix(index, Part.OUT, mixer.out.weight)
         self._floats(index, Part.OUT_NORM, mixer.out_norm)
         self._floats(index, Part.SKIP, mixer.skip)
         self._floats(index, Part.READ_TAPS, mixer.conv.read)
@@ -145,8 +163,6 @@ class NativeWeights:
         self._router(index, mixer.rates.weight, mixer.rates.bias)
 
     def _attention_layer(self, index: int, mixer: WindowAttention) -> None:
-        self._matrix(index, Part.PROJECT, mixer.project.weight)
-        self._matrix(index, Part.OUT, mixer.out.weight)
         self._floats(index, Part.READ_SCALE, mixer.log_scale.exp() / math.sqrt(mixer.head_dim))
         exponents = torch.arange(0, mixer.head_dim, 2, dtype=torch.float64) / mixer.head_dim
         frequencies = (mixer.rope_base**-exponents).contiguous()
@@ -162,19 +178,25 @@ class NativeWeights:
         )
         self._floats(index, Part.ROUTER_BIAS, bias)
 
-    def _matrix(self, index: int, part: Part, weight: Tensor) -> None:
+    def _matrix(self, index: int, part: Part, weight: Tensor, stored: StoredRows | None) -> None:
         if self.precision is Precision.INT4:
-            self._int4_matrix(index, part, weight)
+            self._int4_matrix(index, part, weight, stored)
             return
-        quantized, scale = quantize_rows(weight)
+        if isinstance(stored, Int8Rows):
+            quantized, scale = stored.quantized()
+        else:
+            quantized, scale = quantize_rows(weight if stored is None else stored.dense())
         quantized, scale = quantized.contiguous(), scale.contiguous()
         done = self._library.nsm_model_set_matrix(
             self._handle, index, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
         )
         self._check(done, f"{part.name} {index}")
 
-    def _int4_matrix(self, index: int, part: Part, weight: Tensor) -> None:
-        rows = quantize_int4(weight)
+    def _int4_matrix(self, index: int, part: Part, weight: Tensor, stored: StoredRows | None) -> None:
+        if isinstance(stored, PackedInt4):
+            rows = stored.rows()
+        else:
+            rows = quantize_int4(weight if stored is None else stored.dense())
         done = self._library.nsm_model_set_matrix4(
             *(self._handle, index, part, rows.numbers.data_ptr(), rows.steps.data_ptr(), rows.offsets.data_ptr()),
             *(rows.scale.data_ptr(), *rows.numbers.shape),

@@ -23,13 +23,16 @@ logger = logging.getLogger("nsm.execution")
 
 
 def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecutor:
-    """`auto` rounds nothing: int8 kernels for an int8 file, else fp32 ones. Raises ConfigError as `choose_executor`."""
+    """`auto` rounds nothing: int8 or int4 kernels for such a file, else fp32 ones.
+
+    Raises ConfigError as `choose_executor`.
+    """
     if name.startswith("cuda"):
         raise ConfigError(
             f"{loaded.name} is an RWKV-7 model, which the executor for GPUs cannot run: "
             "on a GPU it runs on the eager one (NSM_EXECUTOR=eager)"
         )
-    if name == HALF_STATES:
+    if name in HALF_STATES:
         raise ConfigError(f"{loaded.name} is an RWKV-7 model, whose kernels hold states in fp32 alone")
     reason = _eager_reason(loaded.model.config, loaded.device, name)
     if reason is None:
@@ -63,7 +66,7 @@ def _eager_reason(config: Rwkv7Config, device: torch.device, name: ExecutorName)
 
 
 def _precision_of(weight_format: str) -> Precision:
-    return Precision.INT8 if weight_format == Precision.INT8 else Precision.FP32
+    return Precision(weight_format) if weight_format in (Precision.INT8, Precision.INT4) else Precision.FP32
 
 
 def _native(loaded: LoadedModel[Rwkv7Model], precision: Precision) -> ChosenExecutor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
-from nsm_core.formats.int4_groups import quantize_int4
+from nsm_core.formats.int4_groups import Int4Rows, quantize_int4
 from nsm_core.model.storage import quantize_rows
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
@@ -147,10 +147,10 @@ class Rwkv7Weights:
         if self.precision is Precision.FP32:
             self._matrix(layer, part, self._unrounded(name)[:num_rows], None)
             return
-        weight = self._tensors[name][:num_rows]
         if self.precision is Precision.INT4:
-            self._int4(layer, part, weight)
+            self._int4(layer, part, self._int4_rows(name).first(num_rows))
             return
+        weight = self._tensors[name][:num_rows]
         quantized, scale = quantize_rows(weight)
         quantized, scale = quantized.contiguous(), scale.contiguous()
         done = self._library.nsm_rwkv7_set_int8(
@@ -158,8 +158,11 @@ class Rwkv7Weights:
         )
         self._check(done, name)
 
-    def _int4(self, layer: int, part: Rwkv7Part, weight: Tensor) -> None:
-        rows = quantize_int4(weight)
+    def _int4_rows(self, name: str) -> Int4Rows:
+        packed = self._tensors.packed(name)
+        return quantize_int4(self._tensors[name]) if packed is None else packed.rows()
+
+    def _int4(self, layer: int, part: Rwkv7Part, rows: Int4Rows) -> None:
         done = self._library.nsm_rwkv7_set_int4(
             *(self._handle, layer, part, rows.numbers.data_ptr(), rows.steps.data_ptr(), rows.offsets.data_ptr()),
             *(rows.scale.data_ptr(), *rows.numbers.shape),

@@ -69,6 +69,7 @@ def test_fp16_states_by_name_are_a_numerics_class_of_their_own(int8: LoadedNsm) 
     assert (chosen.name, chosen.numerics) == ("native-fp16-states", numerics(Precision.INT8, half_states=True))
     executor = chosen.factory(int8.model, num_rows=2, poison=False)
     assert executor.pool.num_bytes < executor.pool.spec.num_bytes * 2
+    assert choose_executor(int8, "native-int4-fp16-states").numerics == "cpu/int4/native-1/fp16-states"
 
 
 def test_eager_by_name_is_eager(int8: LoadedNsm) -> None:
@@ -151,13 +152,16 @@ def test_a_model_without_kernels_runs_eagerly(tiny_tokenizer: Tokenizer, caplog:
 
 
 @needs_native
-def test_a_tier_of_an_int8_model_runs_on_the_native_executor(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weight_format", "name"), [(WeightFormat.INT8, "native"), (WeightFormat.INT4, "native-int4")])
+def test_a_tier_of_a_rounded_model_runs_on_its_native_executor(
+    tiny_tokenizer: Tokenizer, tmp_path: Path, weight_format: WeightFormat, name: str
+) -> None:
     config = small_config(tiny_tokenizer.vocab_size, router="sigmoid", write_top_k=8)
-    save_model(random_model(config), tiny_tokenizer, tmp_path / "whole", WeightFormat.INT8)
+    save_model(random_model(config), tiny_tokenizer, tmp_path / "whole", weight_format)
     write_tier(tmp_path / "whole", 4, tmp_path / "small")
     loaded = load_checkpoint(tmp_path / "small")
     chosen = choose_executor(loaded)
-    assert chosen.name == "native"
+    assert chosen.name == name
     assert relative_error(chosen.factory(chosen.model, num_rows=1, poison=True), loaded.model) < INT8_ERROR
 
 

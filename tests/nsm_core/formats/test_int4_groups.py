@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from nsm_core.formats.int4_groups import GROUP, LIMIT, MAX_STEP, MOST, Int4Rows, quantize_int4
+from nsm_core.formats.int4_groups import GROUP, LIMIT, MAX_STEP, MOST, Int4Rows, PackedInt4, is_packable, quantize_int4
 
 
 def random_matrix(num_rows: int, num_cols: int, seed: int = 0) -> Tensor:
@@ -50,3 +52,40 @@ def test_weights_on_a_grid_of_sixteen_steps_lose_nothing() -> None:
 
 def test_rows_of_zero_stay_zero() -> None:
     assert quantize_int4(torch.zeros(3, 48)).dense().abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("num_cols", [2, 32, 50, 96])
+def test_two_numbers_share_a_byte_in_a_file(num_cols: int) -> None:
+    torch.manual_seed(num_cols)
+    rows = quantize_int4(torch.randn(5, num_cols))
+    packed = rows.packed()
+    assert packed.numbers.shape == (5, num_cols // 2)
+    assert packed.fault() is None
+    for field in dataclasses.fields(rows):
+        assert getattr(packed.rows(), field.name).equal(getattr(rows, field.name))
+    assert packed.dense().equal(rows.dense())
+
+
+def test_rows_that_do_not_fill_their_bytes_are_not_packed() -> None:
+    assert not is_packable((4, 3))
+    assert not is_packable((4, 2, 2))
+    with pytest.raises(ValueError, match="rows of 3 numbers do not fill their bytes"):
+        quantize_int4(torch.randn(4, 3)).packed()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fault"),
+    [
+        ("steps", torch.zeros(2, 2, dtype=torch.uint8), "a grid beyond int8"),
+        ("steps", torch.full((2, 2), 17, dtype=torch.uint8), "a grid beyond int8"),
+        ("offsets", torch.full((2, 2), 127, dtype=torch.int8), "a grid beyond int8"),
+        ("offsets", torch.full((2, 2), -128, dtype=torch.int8), "a grid beyond int8"),
+        ("offsets", torch.zeros(2, 1, dtype=torch.int8), "other shapes"),
+        ("scale", torch.zeros(3), "other shapes"),
+        ("numbers", torch.zeros(2, dtype=torch.uint8), "other shapes"),
+        ("numbers", torch.zeros(2, 20), "other dtypes"),
+    ],
+)
+def test_grids_that_no_kernel_can_compute_with_are_faults(field: str, value: Tensor, fault: str) -> None:
+    packed: PackedInt4 = quantize_int4(torch.randn(2, 40)).packed()
+    assert fault in str(dataclasses.replace(packed, **{field: value}).fault())

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
+from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.model.bundled import BUNDLED, CHECKPOINTS, bundled_name, find_checkpoint
 from nsm_core.model.identity import fingerprint
-from nsm_core.model.loader import load_checkpoint
+from nsm_core.model.loader import load_checkpoint, open_checkpoint
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat, quantize_rows, read_model, save_model
+from nsm_core.model.storage import WeightFormat, convert_model, is_rounded, quantize_rows, read_model, save_model
 from nsm_core.tokenizer import Tokenizer, describe
 
 CONFIG = ModelConfig(
@@ -32,7 +34,9 @@ def model() -> NsmModel:
     return model
 
 
-@pytest.mark.parametrize(("form", "tolerance"), [("fp32", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127 + 1e-3)])
+@pytest.mark.parametrize(
+    ("form", "tolerance"), [("fp32", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127 + 1e-3), ("int4", 0.1)]
+)
 def test_weights_survive_within_their_format(
     model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path, form: str, tolerance: float
 ) -> None:
@@ -55,6 +59,43 @@ def test_sensitive_parts_keep_more_bits_in_int8_files(
     for name in ("blocks.0.mixer.router.logits.weight", "blocks.1.mixer.initial_slots"):
         want = model.state_dict()[name]
         assert torch.equal(read.state_dict()[name], want.half().float())
+
+
+@pytest.mark.parametrize(
+    ("ending", "value", "words"),
+    [
+        (".int4_steps", None, "holds numbers of 4 bits without their grids"),
+        (".int4_steps", 0, "has a grid beyond int8"),
+        (".row_scale", torch.inf, "holds a number that is not finite"),
+    ],
+)
+def test_damaged_int4_files_are_refused_by_name(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path, ending: str, value: float | None, words: str
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.INT4)
+    file, name = tmp_path / "weights.safetensors", f"blocks.1.mlp.up.weight{ending}"
+    tensors = load_file(file)
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, file, metadata={"format": "int4"})
+    for read in (load_checkpoint, open_checkpoint):
+        with pytest.raises(CheckpointError, match=rf"weights.safetensors: the tensor blocks.1.mlp.up.weight {words}"):
+            read(tmp_path)
+
+
+def test_a_model_is_converted_from_its_numbers(model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save_model(model, tiny_tokenizer, tmp_path / "int8", WeightFormat.INT8)
+    convert_model(tmp_path / "int8", tmp_path / "int4", WeightFormat.INT4, chat_template="rwkv-v1")
+    convert_model(tmp_path / "int4", tmp_path / "again", WeightFormat.INT4, chat_template=None)
+    wide, narrow = (read_model(tmp_path / name)[0].state_dict() for name in ("int8", "int4"))
+    for name, value in wide.items():
+        is_small = not is_rounded(name, value)
+        assert narrow[name].equal(value if is_small else quantize_int4(value).dense()), name
+    first, again = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("int4", "again"))
+    assert first == again
+    assert load_checkpoint(tmp_path / "again").chat_template == "rwkv-v1"
 
 
 def test_row_scales_keep_a_small_row_beside_a_large_one() -> None:

@@ -101,6 +101,19 @@ def test_convert_writes_a_directory_that_opens(nsm: Nsm, tmp_path: Path) -> None
     assert_one_line_with(again.stderr, "is not a new or empty directory")
 
 
+def test_convert_writes_this_projects_models_too(nsm: Nsm, tmp_path: Path, model_dir: Path) -> None:
+    out = tmp_path / "out"
+    result = nsm("model", "convert", model_dir, "--out", out, "--weight-format", "int4", "--chat-template", "rwkv-v1")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.endswith("int4, chat template rwkv-v1\n")
+    facts = json.loads(nsm("model", "inspect", out, "--json").stdout)
+    assert (facts["weights"], facts["chat_template"]) == ("int4", "rwkv-v1")
+    assert json.loads(nsm("info", "--model", out, "--json").stdout)["weights"] == "int4"
+    refused = nsm("model", "convert", model_dir, "--out", tmp_path / "no", "--weight-format", "fp16")
+    assert refused.exit_code == 2
+    assert "can be int8, int4, bf16 or fp32" in refused.stderr
+
+
 def test_convert_takes_a_template_by_name_or_file(nsm: Nsm, tmp_path: Path) -> None:
     path = WRITERS["pth"](tmp_path, TENSORS)
     jinja = tmp_path / "chat.jinja"
