@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from nsm_core.control_group import max_memory_bytes, usable_threads
+from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, DeviceUnusable, NsmError
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
@@ -154,7 +155,6 @@ def make_backend(settings: Settings) -> InferenceBackend:
 def make_local_backend(settings: Settings) -> LocalBackend:
     """The model in this process. Raises CheckpointError or ConfigError."""
     from nsm_core.engine.step_stats import meter_of
-    from nsm_core.engine.stream_pace import MAX_INTERVAL_S
     from nsm_core.execution.devices import engine_config
     from service.backends.local import LocalBackend
 
@@ -217,7 +217,13 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
             fingerprint, _ = identify(settings.model)
     with naming("triton_tls_dir"):
         tls = None if settings.triton_tls_dir is None else TritonTls.read_directory(settings.triton_tls_dir)
-    return TritonBackend(settings.triton_urls(), wait_s=TRITON_WAIT_S, fingerprint=fingerprint, tls=tls)
+    return TritonBackend(
+        settings.triton_urls(),
+        wait_s=TRITON_WAIT_S,
+        fingerprint=fingerprint,
+        tls=tls,
+        max_interval_s=MAX_INTERVAL_S,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

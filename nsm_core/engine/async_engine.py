@@ -21,7 +21,7 @@ from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
-from nsm_core.engine.token_rows import TokenBatch
+from nsm_core.engine.token_rows import Ints, TokenBatch
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.compiler import CompilePool
 from nsm_core.grammars.grammar import Grammar
@@ -30,6 +30,9 @@ from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS
 from nsm_core.stats import EngineStats
 
 logger = logging.getLogger("nsm.engine")
+
+# (index of a listener, numbers [n], ids [n]), int64
+TakeTokens = Callable[[int, Ints, Ints], None]
 
 # An idle thread wakes this often, so that its heartbeat stays fresh.
 IDLE_TURN_S = 1.0
@@ -99,7 +102,7 @@ class AsyncEngine:
         self._inbox = _Inbox(engine.interrupt.set)
         self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
-        self._token_listener: Callable[[TokenBatch], None] | None = None
+        self._token_listener: TakeTokens | None = None
         self._tags = itertools.count()
         self._by_tag: WeakValueDictionary[int, GenerationHandle] = WeakValueDictionary()
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
@@ -140,8 +143,10 @@ class AsyncEngine:
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
 
-    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None:
-        """`listener` gets plain tokens of tagged requests, on the loop, instead of their handles. Before `start`."""
+    def listen_tokens(self, listener: TakeTokens) -> None:
+        """`listener` gets plain tokens, on the loop, instead of handles: of requests whose tag has the index of a
+        listener above NUMBER_BITS, by the numbers below. Before `start`.
+        """
         self._token_listener = listener
 
     def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle:
@@ -284,11 +289,12 @@ class AsyncEngine:
     def _deliver(self, events: Events, tokens: Sequence[TokenBatch]) -> None:
         """On the loop."""
         for batch in tokens:
-            if self._token_listener is not None:
-                self._token_listener(batch)
-                continue
-            for tag, token_id in zip(batch.tags.tolist(), batch.ids.tolist(), strict=True):
-                self._by_tag[tag].deliver_id(token_id)
+            for index, numbers, ids in batch.by_listener():
+                if index and self._token_listener is not None:
+                    self._token_listener(index, numbers, ids)
+                    continue
+                for tag, token_id in zip(numbers.tolist(), ids.tolist(), strict=True):
+                    self._by_tag[tag].deliver_id(token_id)
         for request_id, event in events:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 NO_TAG = -1
+NUMBER_BITS = 32  # of a listener's tag: the number of a request; above them is the index of the listener, from 1 on
 NUM_HELD = 64  # tokens of a row that are held here before they join its list
 MAX_KINDS = 64  # sets of ids that may end a request; requests with yet another one take the slow path
 
@@ -26,6 +28,13 @@ class TokenBatch:
 
     tags: Ints
     ids: Ints
+
+    def by_listener(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """(index, numbers [n], ids [n]) for each index above the numbers; 0 has the tags without a listener."""
+        indices = self.tags >> NUMBER_BITS
+        for index in np.unique(indices).tolist():
+            is_its = indices == index
+            yield index, self.tags[is_its] & (2**NUMBER_BITS - 1), self.ids[is_its]
 
 
 class TokenRows:

@@ -58,38 +58,58 @@ class CallStats:
             self._outcomes[outcome] += 1
 
 
+class CallClock:
+    """Counts and times one call. Made when it arrives."""
+
+    def __init__(self, stats: CallStats) -> None:
+        self._stats = stats
+        self._arrived = time.monotonic()
+        self._newest: float | None = None  # when the answer before this one with tokens was sent
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an answer with tokens was sent."""
+        return self._newest is not None
+
+    def sent_tokens(self, number: int, now: float) -> None:
+        """Tokens of one answer share its gap. Of the first answer the first has none."""
+        if self._newest is None:
+            self._stats.first_token.observe(now - self._arrived)
+            self._stats.gaps.observe(0.0, number - 1)
+        else:
+            self._stats.gaps.observe((now - self._newest) / number, number)
+        self._newest = now
+
+    def ended(self, outcome: str, now: float) -> None:
+        """Well, with a finish reason."""
+        self._stats.whole.observe(now - self._arrived)
+        self._stats.ended(outcome)
+
+    def failed(self, failure: Failure) -> None:
+        self._stats.ended(encode_failure(failure).partition(":")[0])
+
+
 class MeasuredResponder:
     """A responder whose answers are counted and timed. Made when the call arrives; the worker's loop sends."""
 
     def __init__(self, responder: Responder, stats: CallStats) -> None:
         self._responder = responder
-        self._stats = stats
-        self._arrived = time.monotonic()
-        self._newest: float | None = None  # when the answer before this one with tokens was sent
+        self._clock = CallClock(stats)
 
     def send(self, tensors: Tensors, *, is_last: bool) -> None:
         self._responder.send(tensors, is_last=is_last)
         now = time.monotonic()
-        if not is_last:  # the last answer has tokens only if it is the whole of a call that is not streamed
-            self._time_tokens(len(tensors.get(TOKEN_IDS, ())), now)
-            return
-        self._stats.whole.observe(now - self._arrived)
-        self._stats.ended(tensors[FINISH_REASON][0].decode())
+        if is_last:
+            self._clock.ended(tensors[FINISH_REASON][0].decode(), now)
+        elif num_tokens := len(tensors.get(TOKEN_IDS, ())):  # the last has some only if it is the whole of a call
+            self._clock.sent_tokens(num_tokens, now)
 
     def fail(self, failure: Failure) -> None:
         self._responder.fail(failure)
-        self._stats.ended(encode_failure(failure).partition(":")[0])
+        self._clock.failed(failure)
+
+    def close(self) -> None:
+        self._responder.close()
 
     def is_cancelled(self) -> bool:
         return self._responder.is_cancelled()
-
-    def _time_tokens(self, num_tokens: int, now: float) -> None:
-        """Tokens of one answer share its gap. Of the first answer the first has none."""
-        if not num_tokens:
-            return
-        if self._newest is None:
-            self._stats.first_token.observe(now - self._arrived)
-            self._stats.gaps.observe(0.0, num_tokens - 1)
-        else:
-            self._stats.gaps.observe((now - self._newest) / num_tokens, num_tokens)
-        self._newest = now

@@ -64,7 +64,7 @@ async def _forward_batches(
             _send_tokens(tokens, encoder, responder, pacing)
             tokens = []
             if isinstance(event, Finished) and event.error is not None:
-                responder.fail(_failure_of(event, event.error))
+                responder.fail(failure_of(event, event.error))
             else:
                 responder.send(encoder.encode(event), is_last=isinstance(event, Finished))
         _send_tokens(tokens, encoder, responder, pacing)
@@ -75,7 +75,7 @@ async def forward_whole(handle: GenerationHandle, encoder: EventEncoder, respond
     events = [event async for event in handle.events()]
     last = events[-1]
     if isinstance(last, Finished) and last.error is not None:
-        responder.fail(_failure_of(last, last.error))
+        responder.fail(failure_of(last, last.error))
     else:
         responder.send(encoder.encode_whole(events), is_last=True)
 
@@ -87,7 +87,7 @@ def _send_tokens(tokens: Sequence[TokenEvent], encoder: EventEncoder, responder:
         pacing.sent(time.monotonic() - began)
 
 
-def _failure_of(finished: Finished, error: Exception) -> Failure:
+def failure_of(finished: Finished, error: Exception) -> Failure:
     """An error with the work done before it."""
     return Failure(
         error=error,

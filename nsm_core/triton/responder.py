@@ -10,11 +10,15 @@ from nsm_core.wire.tensors import Tensors
 
 
 class Responder(Protocol):
-    """Exactly one last answer is sent: by `send` with `is_last`, or by `fail`."""
+    """Exactly one last answer is sent: by `send` with `is_last`, by `fail` or by `close`."""
 
     def send(self, tensors: Tensors, *, is_last: bool) -> None: ...
 
     def fail(self, failure: Failure) -> None: ...
+
+    def close(self) -> None:
+        """There is nothing more to say, or nothing at all."""
+        ...
 
     def is_cancelled(self) -> bool:
         """Whether the client has left; False once the last answer was sent."""
@@ -46,14 +50,17 @@ class TritonResponder:
         error = errors(encode_failure(failure), getattr(errors, triton_code(failure.error)))
         self._send(self._pb_utils.InferenceResponse(error=error), is_last=True)
 
+    def close(self) -> None:
+        self._send(is_last=True)
+
     def is_cancelled(self) -> bool:
         with self._lock:
             return not self._is_over and bool(self._sender.is_cancelled())
 
-    def _send(self, response: Any, *, is_last: bool) -> None:
+    def _send(self, *response: Any, is_last: bool) -> None:
         final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         with self._lock:
             if self._is_over:  # the last answer failed on its way: there is nobody left to tell
                 return
             self._is_over = is_last
-            self._sender.send(response, flags=final if is_last else 0)
+            self._sender.send(*response, flags=final if is_last else 0)

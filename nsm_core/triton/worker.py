@@ -15,7 +15,9 @@ from typing import Any
 
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
+from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.step_stats import meter_of
+from nsm_core.engine.token_rows import Ints
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.devices import engine_config
@@ -28,13 +30,24 @@ from nsm_core.triton.call_stats import CallStats, MeasuredResponder
 from nsm_core.triton.config import MIB, WorkerConfig
 from nsm_core.triton.forwarding import Pacing, forward_stream, forward_whole
 from nsm_core.triton.limits import CallLimits
+from nsm_core.triton.link import Link
 from nsm_core.triton.responder import Responder
 from nsm_core.triton.state_cache import StateCache
-from nsm_core.wire.call_tensors import decode_call
-from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, InspectCall, request_of, state_id
+from nsm_core.wire.call_tensors import check_generate, decode_call
+from nsm_core.wire.calls import (
+    DescribeCall,
+    GenerateCall,
+    InspectCall,
+    LinkCall,
+    StatusCall,
+    TellCall,
+    request_of,
+    state_id,
+)
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, encode_description, encode_report, encode_status
 from nsm_core.wire.errors import Failure, StateMissing
 from nsm_core.wire.events import EventEncoder
+from nsm_core.wire.link import decode_to_worker
 from nsm_core.wire.tensors import INPUT_IDS, STATE, TEXT_INPUT, Tensors, refuse
 
 logger = logging.getLogger("nsm.triton")
@@ -72,6 +85,7 @@ class Worker:
         )
         self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics, replays_exactly=engine.replays_exactly)
         self._engine = AsyncEngine(engine, after_step=self._stepped.set)
+        self._engine.listen_tokens(self._take_tokens)
         self.calls = CallStats()
         self._states = StateCache(config.kept_states_mb * MIB)
         tokenizer = loaded.tokenizer
@@ -79,7 +93,10 @@ class Worker:
         self._open: dict[str, _Open] = {}  # the loop's
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
-        self._pacing = Pacing()
+        self._pacing, self._link_pacing = Pacing(), Pacing()
+        self._links: dict[str, Link] = {}  # the loop's
+        self._listeners: dict[int, Link] = {}
+        self._indices = itertools.count(1)  # of listeners
         self._is_draining = False
         self._drained: concurrent.futures.Future[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -125,14 +142,18 @@ class Worker:
         self._stepped.clear()
 
     def cancel_abandoned(self, *, is_batch_only: bool = False) -> None:
-        """Ends the requests whose clients have left; `is_batch_only`: those that hold a slot, not those that wait.
+        """Ends the requests whose clients have left, and the links of gateways that have; `is_batch_only`: requests
+        that hold a slot, not those that wait.
 
-        Blocks for a moment per request; any thread but the loop's.
+        Blocks for a moment per request or link; any thread but the loop's.
         """
         requests = list(self._open.values())  # in order of arrival, and that is the order in which slots are given
         for request in requests[: self._engine_config.max_slots] if is_batch_only else requests:
             if request.responder.is_cancelled():
                 request.handle.cancel()
+        for link in [] if is_batch_only else list(self._links.values()):
+            if link.responder.is_cancelled():
+                self._loop.call_soon_threadsafe(link.leave)
 
     def status(self) -> WorkerStatus:
         """Any thread."""
@@ -154,6 +175,11 @@ class Worker:
             call = decode_call(tensors, parameters, draw_seed=lambda: secrets.randbits(SEED_BITS))
             if isinstance(call, GenerateCall):
                 await self._generate(call, responder)
+            elif isinstance(call, LinkCall):
+                await self._serve_link(call, plain)
+            elif isinstance(call, TellCall):
+                self._tell(call)
+                plain.close()
             else:
                 plain.send(await self._describe_or_inspect(call), is_last=True)
         except (NsmError, StateMissing) as error:
@@ -164,7 +190,54 @@ class Worker:
             logger.exception("a call failed")
             responder.fail(Failure(error=error))
 
-    async def _describe_or_inspect(self, call: Call) -> dict[str, Any]:
+    async def _serve_link(self, call: LinkCall, responder: Responder) -> None:
+        if self._is_draining:
+            responder.fail(Failure(error=EngineDead("the worker is stopping")))
+            return
+        if call.name in self._links:
+            refuse("link", "a new name", call.name)
+        index = next(self._indices)
+        link = Link(
+            responder,
+            index,
+            open_request=self._open_linked,
+            keep=self._keep,
+            stats=self.calls,
+            pacing=self._link_pacing,
+        )
+        self._links[call.name] = self._listeners[index] = link
+        try:
+            await link.run()
+        finally:
+            del self._links[call.name], self._listeners[index]
+        responder.fail(Failure(error=EngineDead("the worker is stopping")))  # unless the gateway has left
+
+    def _tell(self, call: TellCall) -> None:
+        link = self._links.get(call.name)
+        if link is None:
+            raise EngineDead(f"there is no link {call.name}")
+        link.tell(call.number, decode_to_worker(call.messages))
+
+    def _take_tokens(self, index: int, numbers: Ints, ids: Ints) -> None:
+        link = self._listeners.get(index)
+        if link is not None:
+            link.add_tokens(numbers, ids)
+
+    def _open_linked(self, call: GenerateCall, tag: int) -> GenerationHandle:
+        """A request of a link, in the engine."""
+        if self._is_draining:
+            raise EngineDead("the worker is stopping")
+        check_generate(call)
+        call = self._limits.bounded(call)
+        prompt_ids = self._checked_ids(call, INPUT_IDS, call.prompt_ids)
+        return self._engine.submit(self._request_of(call, prompt_ids), tag=tag)
+
+    def _request_of(self, call: GenerateCall, prompt_ids: tuple[int, ...]) -> GenerationRequest:
+        """Raises StateMissing."""
+        request_id, state = str(next(self._numbers)), self._state_of(call)
+        return request_of(call, request_id, prompt_ids=prompt_ids, state=state, now=time.monotonic())
+
+    async def _describe_or_inspect(self, call: DescribeCall | StatusCall | InspectCall) -> dict[str, Any]:
         if isinstance(call, DescribeCall):
             return encode_description(self._describe())
         if isinstance(call, InspectCall):
@@ -191,13 +264,7 @@ class Worker:
         if self._is_draining:
             raise EngineDead("the worker is stopping")
         call = self._limits.bounded(call)
-        request = request_of(
-            call,
-            str(next(self._numbers)),
-            prompt_ids=await self._prompt_ids(call),
-            state=self._state_of(call),
-            now=time.monotonic(),
-        )
+        request = self._request_of(call, await self._prompt_ids(call))
         encoder = EventEncoder(
             call,
             fingerprint=self._fingerprint,
@@ -226,8 +293,12 @@ class Worker:
             start = () if call.resume is not None else (tokenizer.end_of_text_id,)
             # a long text takes long, and the loop serves every stream
             ids = (*start, *(await asyncio.to_thread(tokenizer.encode, call.text)))
+        return self._checked_ids(call, name, ids)
+
+    def _checked_ids(self, call: GenerateCall, name: str, ids: tuple[int, ...] | None) -> tuple[int, ...]:
+        limit = self._config.max_prompt_tokens
         if ids is None:
-            raise InvalidRequest("a call has a text or token ids", param=TEXT_INPUT)
+            raise InvalidRequest("a call has a text or token ids", param=name)
         if len(ids) > limit:
             refuse(name, f"at most {limit} tokens", f"{len(ids)} tokens")
         self._limits.check_ids(call, ids)
@@ -252,6 +323,8 @@ class Worker:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_s
+        for link in self._links.values():
+            link.drain()
         while self._tasks and time.monotonic() < deadline and self._engine.is_ready():
             await asyncio.wait(self._tasks, timeout=DRAIN_TURN_S)
         try:

@@ -11,11 +11,21 @@ from nsm_core.grammars.grammar import Grammar
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
 from nsm_core.wire import fields
-from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, InspectCall, ResumePoint, StatusCall
+from nsm_core.wire.calls import (
+    Call,
+    DescribeCall,
+    GenerateCall,
+    InspectCall,
+    LinkCall,
+    ResumePoint,
+    StatusCall,
+    TellCall,
+)
 from nsm_core.wire.tensors import (
     CONTRACT_VERSION,
     INPUT_IDS,
     INPUTS,
+    MESSAGES,
     OPTIONS,
     STATE,
     TEXT_INPUT,
@@ -31,8 +41,16 @@ from nsm_core.wire.tensors import (
     text_array,
 )
 
-GENERATE, DESCRIBE, STATUS, INSPECT = "generate", "describe", "status", "inspect"
-OPERATIONS = (GENERATE, DESCRIBE, STATUS, INSPECT)
+GENERATE, DESCRIBE, STATUS, INSPECT, LINK, TELL = "generate", "describe", "status", "inspect", "link", "tell"
+_OPERATION_OF: Mapping[type[Call], str] = {
+    GenerateCall: GENERATE,
+    DescribeCall: DESCRIBE,
+    StatusCall: STATUS,
+    InspectCall: INSPECT,
+    LinkCall: LINK,
+    TellCall: TELL,
+}
+OPERATIONS = tuple(_OPERATION_OF.values())
 # Request parameters that are the server's business
 IGNORED_PARAMETERS = {"id"}
 IGNORED_PREFIX = "triton_"
@@ -115,6 +133,7 @@ def _detail(name: str, value: Any) -> Detail:
     return Detail(value)
 
 
+_TELL: Mapping[str, fields.Parser] = {"link": fields.text, "number": fields.whole_number}
 _INSPECT: Mapping[str, fields.Parser] = {"detail": _detail, "layer": fields.optional(fields.whole_number)}
 
 
@@ -122,9 +141,13 @@ def encode_call(call: Call, *, with_state: bool = True) -> dict[str, Any]:
     """A call as the tensors to send. `with_state` False leaves out the bytes that `resume.state_id` names."""
     if isinstance(call, GenerateCall):
         return _encode_generate(call, with_state=with_state)
-    operation = {DescribeCall: DESCRIBE, StatusCall: STATUS, InspectCall: INSPECT}[type(call)]
-    options: dict[str, Any] = {"contract": CONTRACT_VERSION, "op": operation}
+    options: dict[str, Any] = {"contract": CONTRACT_VERSION, "op": _OPERATION_OF[type(call)]}
     tensors: dict[str, Any] = {}
+    if isinstance(call, LinkCall | TellCall):
+        options["link"] = call.name
+    if isinstance(call, TellCall):
+        options["number"] = call.number
+        tensors[MESSAGES] = bytes_array(call.messages)
     if isinstance(call, InspectCall):
         options |= {"detail": str(call.detail), "layer": call.layer}
         if call.state is not None:
@@ -151,8 +174,28 @@ def decode_call(tensors: Tensors, parameters: Mapping[str, Any], *, draw_seed: C
         refuse("op", f"one of {', '.join(OPERATIONS)}", operation)
     if operation == INSPECT:
         return InspectCall(state=read_bytes(tensors, STATE), **fields.parse(options, _INSPECT))
+    if operation == LINK:
+        return LinkCall(_parse_all(options, {"link": fields.text})["link"])
+    if operation == TELL:
+        return _decode_tell(tensors, options)
     fields.parse(options, {})
     return DescribeCall() if operation == DESCRIBE else StatusCall()
+
+
+def _decode_tell(tensors: Tensors, options: Mapping[str, Any]) -> TellCall:
+    parsed, messages = _parse_all(options, _TELL), read_bytes(tensors, MESSAGES)
+    if messages is None:
+        refuse(MESSAGES, "given", None)
+    return TellCall(parsed["link"], parsed["number"], messages)
+
+
+def _parse_all(options: Mapping[str, Any], parsers: Mapping[str, fields.Parser]) -> dict[str, Any]:
+    """`fields.parse`, of options that must all be there."""
+    parsed = fields.parse(options, parsers)
+    for wanted in parsers:
+        if wanted not in parsed:
+            refuse(wanted, "given", None)
+    return parsed
 
 
 def _merge(options: dict[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,11 +275,12 @@ def _decode_generate(tensors: Tensors, options: dict[str, Any], draw_seed: Calla
         state=read_bytes(tensors, STATE),
         **parsed,
     )
-    _check_generate(call)
+    check_generate(call)
     return call
 
 
-def _check_generate(call: GenerateCall) -> None:
+def check_generate(call: GenerateCall) -> None:
+    """Raises InvalidRequest for options that do not go together."""
     if (call.text is None) == (call.prompt_ids is None):
         refuse(TEXT_INPUT, f"given, or {INPUT_IDS} instead", "neither" if call.text is None else "both")
     if call.state is not None and call.resume is None:

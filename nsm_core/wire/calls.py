@@ -81,7 +81,23 @@ class InspectCall:
     layer: int | None = None
 
 
-Call = GenerateCall | DescribeCall | StatusCall | InspectCall
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkCall:
+    """The long call of a gateway, see `link.py`. `name`: no other link has it."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TellCall:
+    """Messages to the worker of a link, of which this is the `number`th such call, from 0 on."""
+
+    name: str
+    number: int
+    messages: bytes
+
+
+Call = GenerateCall | DescribeCall | StatusCall | InspectCall | LinkCall | TellCall
 
 
 def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:

@@ -21,6 +21,7 @@ TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 OPTIONS = "options"
 STATE = "state"  # both ways
+MESSAGES = "messages"  # of a link, both ways
 TEXT_OUTPUT = "text_output"
 TOKEN_IDS = "token_ids"
 FINISH_REASON = "finish_reason"
@@ -45,6 +46,7 @@ INPUTS = (
     TensorType(INPUT_IDS, "INT32", (-1,)),
     TensorType(OPTIONS, "BYTES", (1,)),
     TensorType(STATE, "UINT8", (-1,)),
+    TensorType(MESSAGES, "UINT8", (-1,)),
 )
 OUTPUTS = (
     TensorType(TEXT_OUTPUT, "BYTES", (1,)),
@@ -52,6 +54,7 @@ OUTPUTS = (
     TensorType(FINISH_REASON, "BYTES", (1,)),
     TensorType(DETAILS, "BYTES", (1,)),
     TensorType(STATE, "UINT8", (-1,)),
+    TensorType(MESSAGES, "UINT8", (-1,)),
 )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
-from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
+from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle, TakeTokens
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
-from nsm_core.engine.token_rows import TokenBatch
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.grammars.grammar import Grammar
@@ -97,7 +96,7 @@ class LocalBackend:
         """`tag`: see Engine.add."""
         return self._engine.submit(request, tag=tag)
 
-    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None:
+    def listen_tokens(self, listener: TakeTokens) -> None:
         """See AsyncEngine."""
         self._engine.listen_tokens(listener)
 

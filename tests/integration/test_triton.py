@@ -27,9 +27,9 @@ from nsm_core.wire.call_tensors import decode_resume, encode_call
 from nsm_core.wire.calls import DescribeCall, GenerateCall, InspectCall, call_of, state_id
 from nsm_core.wire.description import decode_description, decode_report
 from nsm_core.wire.errors import StateMissing
-from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.engine.harness import run_one
+from tests.support.event_decoder import EventDecoder
 from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually
 
 pytestmark = pytest.mark.triton

@@ -26,9 +26,9 @@ from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import Call, GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.errors import decode_failure
-from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton.dev_server import TritonServer, default_home, write_repository
+from tests.support.event_decoder import EventDecoder
 from tests.support.models import save_small_model
 from tests.support.redis_servers import die_with_the_tests, free_port
 

@@ -14,11 +14,24 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from nsm_core.engine.request import Finished, FinishReason
+from nsm_core.errors import NsmError
 from nsm_core.model.loader import LoadedNsm
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
+from nsm_core.wire.call_tensors import encode_call
+from nsm_core.wire.calls import TellCall
 from nsm_core.wire.errors import Failure, encode_failure
-from nsm_core.wire.tensors import Tensors
+from nsm_core.wire.link import (
+    LinkStep,
+    Start,
+    decode_to_gateway,
+    decode_to_worker,
+    encode_to_gateway,
+    encode_to_worker,
+)
+from nsm_core.wire.local import Step
+from nsm_core.wire.tensors import Tensors, bytes_array
 from service.backends.triton import generation as triton_generation
 from service.backends.triton import upstream as triton_upstream
 from service.backends.triton.backend import TritonBackend
@@ -57,6 +70,9 @@ class QueueResponder:
     def fail(self, failure: Failure) -> None:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, Answer({}, error=encode_failure(failure)))
 
+    def close(self) -> None:
+        self.send({}, is_last=True)
+
     def is_cancelled(self) -> bool:
         return self.has_left
 
@@ -71,10 +87,11 @@ class QueueResponder:
 class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     """One server, `start` and `stop`, which may be started again at the same address.
 
-    `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
+    `break_after`: a link breaks after so many answers with events. `fail_with`: all requests are answered with it.
     `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are; `is_unloading`: only
-    streams that run are. `options`: what calls asked for, in order;
-    `state_sizes`: bytes of states that came along; `traces`: what was asked, and of which trace; `credentials`: TLS,
+    links that run are; with `refuses_words` these hear nothing either. `opens_links`: else a link never
+    opens. `options`: what requests asked for, in order;
+    `state_sizes`: bytes of states that came along; `operations`: what was asked; `credentials`: TLS,
     from the next start on.
     """
 
@@ -84,11 +101,13 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.loaded = loaded
         self.url = f"127.0.0.1:{free_port()}"
         self.break_after: int | None = None
-        self.fail_with: Exception | None = None
+        self.fail_with: NsmError | None = None
         self.is_hung = self.is_mute = self.is_unloading = False
+        self.refuses_words = False
+        self.opens_links = True
         self.options: list[dict[str, Any]] = []
         self.state_sizes: list[int] = []
-        self.traces: list[tuple[str, str | None]] = []
+        self.operations: list[str] = []
         self.credentials: grpc.ServerCredentials | None = None
         self._worker: Worker | None = None
         self._server: Any = None
@@ -120,40 +139,99 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
             await self._server.stop(grace_s)
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async for request in request_iterator:
-            tensors = _read(request)
-            options = json.loads(tensors["options"][0])
-            is_text = options["op"] == "generate"
-            self.traces.append((options["op"], dict(context.invocation_metadata()).get("traceparent")))
-            if self._worker is None:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "stopped by the test")
-            if is_text:
-                self.options.append(options)
-                self.state_sizes.append(tensors["state"].size if "state" in tensors else 0)
-            async for number, response in self._answer(tensors, is_text=is_text):
-                yield response
-                if is_text and number == self.break_after:
-                    self.break_after = None
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
+        """Requests of one stream are answered side by side, as Triton does it."""
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        tasks: set[asyncio.Task[None]] = set()
 
-    async def _answer(self, tensors: Tensors, *, is_text: bool) -> AsyncIterator[tuple[int, Any]]:
-        if self.is_unloading:
+        async def read() -> None:
+            async for request in request_iterator:
+                tasks.add(asyncio.create_task(self._answer_into(answers, request, context)))
+            await asyncio.wait(tasks)
+            answers.put_nowait(None)
+
+        tasks.add(asyncio.create_task(read()))
+        try:
+            while (answer := await answers.get()) is not None:
+                if isinstance(answer, str):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, answer)
+                yield answer
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer_into(self, answers: asyncio.Queue[Any], request: Any, context: Any) -> None:
+        """A string there ends the stream."""
+        tensors: Tensors = _read(request)
+        call_id = request.id
+        options = json.loads(tensors["options"][0])
+        operation, is_linked = options["op"], options["op"] == "link"
+        self.operations.append(operation)
+        if operation == "tell" and not self.refuses_words:
+            tensors = self._note_told(tensors, options, answers)
+        if operation == "generate":
+            self.options.append(options)
+            if self.is_mute:
+                return
+            if self.fail_with is not None:
+                answers.put_nowait(_written(Answer({}, error=encode_failure(Failure(error=self.fail_with)))))
+                return
+        if self._worker is None:
+            answers.put_nowait("stopped by the test")
+            return
+        if is_linked and not self.opens_links:
+            return
+        async for response in self._answer(tensors, is_heard=operation == "tell" and not self.refuses_words):
+            response.infer_response.id = call_id
+            answers.put_nowait(response)
+            if is_linked and self.break_after is not None and self._has_events(response):
+                self.break_after -= 1
+                if not self.break_after:
+                    self.break_after = None
+                    answers.put_nowait("broken by the test")
+
+    @staticmethod
+    def _has_events(response: Any) -> bool:
+        raws = response.infer_response.raw_output_contents
+        return bool(raws) and isinstance(decode_to_gateway(raws[0]), LinkStep)
+
+    def _note_told(
+        self, tensors: Tensors, options: dict[str, Any], answers: asyncio.Queue[Any]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """The call, without the requests that are answered by the test."""
+        told = decode_to_worker(tensors["messages"].tobytes())
+        passed = []
+        for message in told:
+            if isinstance(message, Start):
+                encoded = encode_call(message.call)
+                self.options.append(json.loads(encoded["options"][0]))
+                self.state_sizes.append(encoded["state"].size if "state" in encoded else 0)
+                if self.is_mute:
+                    continue
+                if self.fail_with is not None:
+                    end = Finished(reason=FinishReason.ERROR, error=self.fail_with)
+                    step = Step(b"", b"", b"", b"", [], [], [], [], [(message.number, end)], 0)
+                    tensor = {"messages": bytes_array(encode_to_gateway(LinkStep(step, [], [])))}
+                    answers.put_nowait(_written(Answer(tensor)))
+                    continue
+            passed.append(message)
+        return encode_call(TellCall(options["link"], options["number"], encode_to_worker(passed)))
+
+    async def _answer(self, tensors: Tensors, *, is_heard: bool) -> AsyncIterator[Any]:
+        if self.is_unloading and not is_heard:
             words = "Request for unknown model: 'nsm' has no available versions"  # Triton's own
-            yield 1, service_pb2.ModelStreamInferResponse(error_message=words)
+            yield service_pb2.ModelStreamInferResponse(error_message=words)
             return
-        if self.is_hung or (self.is_mute and is_text):
+        if self.is_hung:
             await asyncio.Event().wait()
-        if is_text and self.fail_with is not None:
-            yield 1, service_pb2.ModelStreamInferResponse(error_message=encode_failure(Failure(error=self.fail_with)))
-            return
-        responder, number = QueueResponder(), 0
+        responder = QueueResponder()
         self.worker.accept(tensors, {}, responder)
         try:
             async for answer in responder.answers():
-                number += 1
                 if self.is_hung:
                     await asyncio.Event().wait()
-                yield number, _written(answer)
+                if answer.tensors or answer.error:
+                    yield _written(answer)
         finally:
             responder.has_left = True
             if self._worker is not None:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import functools
 import itertools
 import logging
 import socket
-from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from nsm_core.engine.async_engine import TakeTokens
 from nsm_core.engine.generation_handle import GenerationHandle
-from nsm_core.engine.request import (
-    Event,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    PromptScored,
-    PromptState,
-    TokenEvent,
-)
-from nsm_core.engine.token_rows import TokenBatch
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
+from nsm_core.engine.token_rows import NUMBER_BITS, Ints
 from nsm_core.errors import EngineDead, NsmError
 from nsm_core.wire import local as wire
+from nsm_core.wire.step_collector import StepCollector
 from service.backends.base import InferenceBackend
 
 logger = logging.getLogger("nsm.engine")
 
-NUMBER_BITS = 32  # of a tag: the gateway's number of a request; above them is the index of its connection
 STATUS_S = 0.5  # between two accounts of the engine
 
 
@@ -41,7 +29,7 @@ class HandleBackend(InferenceBackend, Protocol):
 
     def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle: ...
 
-    def listen_tokens(self, listener: Callable[[TokenBatch], None]) -> None: ...
+    def listen_tokens(self, listener: TakeTokens) -> None: ...
 
 
 class EngineServer:
@@ -52,7 +40,7 @@ class EngineServer:
         self.num_requests = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._indices = itertools.count()
+        self._indices = itertools.count(1)  # of listeners
         self._connections: dict[int, _Connection] = {}
 
     async def serve(self, sock: socket.socket) -> None:
@@ -86,12 +74,10 @@ class EngineServer:
             connection.close()
             self._tasks.discard(task)
 
-    def _take_tokens(self, batch: TokenBatch) -> None:
-        indices = batch.tags >> NUMBER_BITS
-        for index, connection in self._connections.items():
-            is_its = indices == index
-            if is_its.any():
-                connection.add_tokens(batch.tags[is_its], batch.ids[is_its])
+    def _take_tokens(self, index: int, numbers: Ints, ids: Ints) -> None:
+        connection = self._connections.get(index)
+        if connection is not None:
+            connection.add_tokens(numbers, ids)
 
 
 class _Connection:
@@ -106,7 +92,7 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._status_task = asyncio.create_task(self._report_status())
         self._is_due = False  # a step will be sent
-        self._begin_step()
+        self._collector = StepCollector()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Until the gateway leaves."""
@@ -139,7 +125,8 @@ class _Connection:
         try:
             handle = self._backend.submit(request, tag=self._tag | number)
         except NsmError as error:
-            self._add(number, Finished(reason=FinishReason.ERROR, error=error))
+            self._collector.add(number, Finished(reason=FinishReason.ERROR, error=error), has_free_text=True)
+            self._make_due()
             return
         self._handles[number] = handle
         self._server.num_requests += 1
@@ -149,34 +136,12 @@ class _Connection:
         if isinstance(event, Finished):
             del self._handles[number]
             self._server.num_requests -= 1
-        if has_free_text and isinstance(event, TokenEvent) and event.logprob is None and event.routing is None:
-            self._numbers.append(number)
-            self._ids.append(event.token_id)
-            self._make_due()
-        else:
-            self._add(number, event)
-
-    def add_tokens(self, tags: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
-        """Plain tokens of a step, to its message."""
-        self._numbers.frombytes((tags - self._tag).astype(np.uint32).tobytes())
-        self._ids.frombytes(ids.astype(np.uint32).tobytes())
+        self._collector.add(number, event, has_free_text=has_free_text)
         self._make_due()
 
-    def _add(self, number: int, event: Event) -> None:
-        """To the message of this step."""
-        if isinstance(event, TokenEvent):
-            if event.logprob is None and event.routing is None:
-                self._shown_numbers.append(number)
-                self._shown_ids.append(event.token_id)
-                self._texts.append(event.text)
-            else:
-                self._step.tokens.append((number, event))
-        elif isinstance(event, Finished):
-            self._step.ends.append((number, event))
-        elif isinstance(event, PromptState):
-            self._step.states.append((number, event))
-        elif isinstance(event, PromptScored):
-            self._step.scored.append((number, event))
+    def add_tokens(self, numbers: Ints, ids: Ints) -> None:
+        """Plain tokens of a step, to its message."""
+        self._collector.add_tokens(numbers, ids)
         self._make_due()
 
     def _make_due(self) -> None:
@@ -185,20 +150,9 @@ class _Connection:
             self._is_due = True
             self._loop.call_soon(self._send_step)
 
-    def _begin_step(self) -> None:
-        self._numbers, self._ids = array.array("I"), array.array("I")
-        self._shown_numbers, self._shown_ids = array.array("I"), array.array("I")
-        self._texts: list[str] = []
-        self._step = wire.Step(b"", b"", b"", b"", self._texts, [], [], [], [], 0)
-
     def _send_step(self) -> None:
-        step = self._step
-        step.numbers, step.ids = self._numbers.tobytes(), self._ids.tobytes()
-        step.shown_numbers, step.shown_ids = self._shown_numbers.tobytes(), self._shown_ids.tobytes()
-        step.num_others = self._num_others
         self._is_due = False
-        self._begin_step()
-        self._send(step)
+        self._send(self._collector.take(self._num_others))
 
     @property
     def _num_others(self) -> int:

@@ -28,14 +28,21 @@ class TritonBackend:
     """An InferenceBackend on one or several Triton servers. Needs neither torch nor the model's files.
 
     `urls`: host:port of each server's gRPC; `wait_s`: how long `start` waits for a first one; `fingerprint`: of the one
-    model to be used, None for whatever the first server has; `tls`: with all of them. Before `start` there is no model
+    model to be used, None for whatever the first server has; `tls`: with all of them; `max_interval_s`: see
+    StreamPace. Before `start` there is no model
     and no tokenizer.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None, tls: TritonTls | None = None
+        self,
+        urls: Sequence[str],
+        *,
+        wait_s: float,
+        fingerprint: str | None = None,
+        tls: TritonTls | None = None,
+        max_interval_s: float = 0.0,
     ) -> None:
-        self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint, tls=tls)
+        self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint, tls=tls, max_interval_s=max_interval_s)
         self._open: dict[str, TritonGeneration] = {}
         self._end: EngineDead | None = EngineDead("the backend was not started")
         self._num_failovers = 0

@@ -1,4 +1,4 @@
-"""The gRPC connection to one Triton server: each call of the contract has a stream of its own."""
+"""The gRPC connection to one Triton server, and its streams of calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from nsm_core.wire.errors import Failure, decode_failure, reading_answer
 from nsm_core.wire.tensors import Tensors
 from service.addresses import is_loopback_url
 from service.backends.triton.tls import TritonTls, explained, is_unexplained
-from service.backends.triton.trace_context import trace_metadata
 
 MODEL = "nsm"
 UNLOADING = "has no available versions"  # what Triton says of a model whose last streams may still run
@@ -61,8 +60,8 @@ class TritonChannel:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def open(self, *, timeout_s: float | None) -> TritonStream:
-        """A stream for one call, which ends after `timeout_s` whatever the server does, in the trace under way."""
-        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s, metadata=trace_metadata()))
+        """A stream of calls, which ends after `timeout_s` whatever the server does."""
+        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s))
 
     async def ask(self, tensors: Tensors, *, timeout_s: float) -> Tensors:
         """The first answer to a call. Raises what `TritonStream.receive` raises."""
@@ -79,24 +78,22 @@ class TritonChannel:
 
 
 class TritonStream:
-    """One call's requests and answers. Whoever leaves it calls `cancel`; the worker soon notices."""
+    """Calls and their answers. Whoever leaves it calls `cancel`; the worker soon notices."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._is_cut = False
+        self.refused_id = ""  # of the call that the last error was an answer to; none where the stream broke
         self._is_over = asyncio.Event()
         call.add_done_callback(lambda _: self._is_over.set())
 
-    async def send(self, tensors: Tensors) -> None:
+    async def send(self, tensors: Tensors, *, call_id: str = "") -> None:
         """Raises what `receive` raises."""
         try:
-            await self._write(_request(tensors))
+            await self._write(_request(tensors, call_id))
         except asyncio.InvalidStateError as error:  # it is over already: the next `receive` tells why
             raise EngineDead("the connection to the Triton server broke") from error
         except grpc.aio.AioRpcError as error:
             raise _loss(error) from error
-        except asyncio.CancelledError as error:
-            raise self._cut_or_cancelled(error) from None
 
     async def _write(self, request: Any) -> None:
         """gRPC's own `write` waits for ever when a call ends before its first bytes were sent."""
@@ -117,40 +114,28 @@ class TritonStream:
 
         ServerStopping, an EngineDead too, says nothing against streams that run.
         """
+        self.refused_id = ""
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise _loss(error) from error
-        except asyncio.CancelledError as error:
-            raise self._cut_or_cancelled(error) from None
         if response is grpc.aio.EOF:
             raise EngineDead("the Triton server ended a stream without a last answer")
         if response.error_message:
+            self.refused_id = response.infer_response.id
             if UNLOADING in response.error_message:
                 raise ServerStopping("it is stopping")
             failure = decode_failure(response.error_message)
             raise failure.error if isinstance(failure.error, EngineDead) else CallFailed(failure)
         return _tensors(response.infer_response)
 
-    def cut(self) -> None:
-        """The server was given up: whoever waits for it gets EngineDead."""
-        self._is_cut = True
-        self.cancel()
-
     def cancel(self) -> None:
         """Idempotent, also after the end."""
         self._call.cancel()
 
-    def _cut_or_cancelled(self, error: asyncio.CancelledError) -> BaseException:
-        """gRPC tells a call that was cancelled as if its task had been."""
-        task = asyncio.current_task()
-        if self._is_cut and task is not None and not task.cancelling():
-            return EngineDead("the Triton server does not answer any more")
-        return error
 
-
-def _request(tensors: Tensors) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=MODEL)
+def _request(tensors: Tensors, call_id: str) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=MODEL, id=call_id)
     for name, array in tensors.items():
         request.inputs.add(name=name, datatype=_DATATYPES[array.dtype.kind], shape=array.shape)
         request.raw_input_contents.append(_raw(array))

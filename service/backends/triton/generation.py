@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
 
-from nsm_core.engine.event_queue import EventQueue
-from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
+from nsm_core.engine.event_queue import EventQueue, TakeTokens
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.engine.token_text import TokenText
 from nsm_core.errors import DeadlineExceeded, EngineDead, NsmError, Overloaded
-from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall, call_of
 from nsm_core.wire.errors import Failure, StateMissing
-from nsm_core.wire.events import EventDecoder
-from nsm_core.wire.tensors import Tensors
-from service.backends.triton.channel import CallFailed, TritonStream
+from service.backends.triton.channel import CallFailed
 from service.backends.triton.progress import Progress
 from service.backends.triton.upstream import Upstream
 from service.backends.triton.upstreams import Upstreams
@@ -42,7 +42,8 @@ class TritonGeneration:
         self.num_losses = 0
         self._upstreams = upstreams
         self._on_end = on_end
-        self._events = EventQueue()
+        text = TokenText(upstreams.served[1], request) if request.has_free_text else None
+        self._events = EventQueue(upstreams.pace, text)
         self._progress = Progress(request, fingerprint=upstreams.served[0].model.fingerprint)
         self._full: set[Upstream] = set()
         self._full_since: float | None = None
@@ -56,6 +57,10 @@ class TritonGeneration:
     def batches(self) -> AsyncIterator[list[Event]]:
         """The same events, together all that are there when the consumer comes for more."""
         return self._events.batches()
+
+    def divert(self, take: TakeTokens) -> None:
+        """From now on tokens that come while the consumer waits go to `take`; see EventQueue."""
+        self._events.divert(take)
 
     def cancel(self) -> None:
         """Finished(reason=abort) comes at once, and the worker gets a cancellation. Idempotent, never blocks."""
@@ -123,47 +128,39 @@ class TritonGeneration:
 
     async def _attempt(self, upstream: Upstream, request: GenerationRequest, call: GenerateCall) -> Finished | None:
         """`request` on one server, as `call`. The end, or None when it was a piece of the prompt. Raises EngineDead
-        where another server shall go on, or CallFailed.
+        where another server shall go on, CallFailed, or DeadlineExceeded.
         """
         left_s = self._time_left()
-        with upstream.stream(timeout_s=None if left_s is None else left_s + DEADLINE_GRACE_S) as stream:
-            self.is_placed = True
-            tensors = await self._first_answer(upstream, stream, call)
-            decoder = EventDecoder(call)
-            while True:
-                for event in decoder.decode(tensors):
-                    if isinstance(event, Finished) and event.reason is FinishReason.ABORT:  # nobody here asked for it
-                        raise EngineDead("the worker is stopping")
-                    reported = self._progress.take(request, event)
-                    if isinstance(event, Finished):
-                        if decoder.cached_state_id is not None:
-                            self._upstreams.remember(decoder.cached_state_id, upstream)
-                        return reported if isinstance(reported, Finished) else None
-                    if reported is not None:
-                        self._events.put(reported)
-                tensors = await stream.receive()
+        try:
+            async with asyncio.timeout(None if left_s is None else left_s + DEADLINE_GRACE_S):
+                reported = self._progress.take(request, await self._ask(upstream, request, call))
+        except TimeoutError:
+            raise DeadlineExceeded("the Triton server did not answer in time") from None
+        return reported if isinstance(reported, Finished) else None
 
-    async def _first_answer(self, upstream: Upstream, stream: TritonStream, call: GenerateCall) -> Tensors:
+    async def _ask(self, upstream: Upstream, request: GenerationRequest, call: GenerateCall) -> Finished:
         """The state's bytes go along where the server is not thought to have them."""
         state_id = None if call.resume is None else call.resume.state_id
+        if state_id is not None and self._upstreams.has_state(upstream, state_id):
+            with contextlib.suppress(StateMissing):
+                bare = dataclasses.replace(call, state=None)
+                return await self._ask_once(upstream, request, bare, lambda: self._count_state(is_hit=True))
         if state_id is None:
-            await stream.send(encode_call(call))
-            return await stream.receive()
-        if self._upstreams.has_state(upstream, state_id):
-            await stream.send(encode_call(call, with_state=False))
-            try:
-                answer = await stream.receive()
-            except CallFailed as error:
-                if not isinstance(error.failure.error, StateMissing):
-                    raise
-            else:
-                self._count_state(is_hit=True)
-                return answer
+            return await self._ask_once(upstream, request, call, lambda: None)
         self._count_state(is_hit=False)
-        await stream.send(encode_call(call))
-        answer = await stream.receive()
-        self._upstreams.remember(state_id, upstream)
-        return answer
+        return await self._ask_once(upstream, request, call, lambda: self._upstreams.remember(state_id, upstream))
+
+    async def _ask_once(
+        self, upstream: Upstream, request: GenerationRequest, call: GenerateCall, begun: Callable[[], None]
+    ) -> Finished:
+        """`begun`: called when the server has taken the request. Raises StateMissing too."""
+        attempt = _Attempt(request, self._progress, self._events, begun)
+        with upstream.request(call, attempt):
+            self.is_placed = True
+            finished = await attempt.ended
+        if attempt.kept_state_id is not None:
+            self._upstreams.remember(attempt.kept_state_id, upstream)
+        return finished
 
     def _count_state(self, *, is_hit: bool) -> None:
         if not self._progress.has_pieces:  # a state of the turn before
@@ -185,6 +182,71 @@ class TritonGeneration:
         if not isinstance(error, NsmError):
             error = EngineDead(str(error))
         return self._progress.finished(FinishReason.ERROR, error=error)
+
+
+class _Attempt:
+    """A request on one server: a Receiver that hands on what the client shall get. `ended`: the end that the server
+    told; raises EngineDead where another server shall go on, CallFailed or StateMissing.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, progress: Progress, events: EventQueue, begun: Callable[[], None]
+    ) -> None:
+        self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        self.kept_state_id: str | None = None
+        self._request, self._progress, self._events = request, progress, events
+        self._begun: Callable[[], None] | None = begun
+        self._num_tokens = len(request.sampled_ids)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._take_end(event)
+            return
+        self._note_begun()
+        if isinstance(event, TokenEvent):
+            self._num_tokens = event.index
+        reported = self._progress.take(self._request, event)
+        if reported is not None:
+            self._events.put(reported)
+
+    def take_id(self, token_id: int) -> None:
+        self._num_tokens += 1
+        if self._begun is not None:
+            self._note_begun()
+        if self._progress.take_id(self._request, token_id):
+            self._events.put_id(token_id)
+
+    def take_shown(self, token_id: int, text: str) -> None:
+        self.take(TokenEvent(index=self._num_tokens + 1, token_id=token_id, text=text))
+
+    def note_kept(self, state_id: str) -> None:
+        self.kept_state_id = state_id
+
+    def lack_state(self) -> None:
+        self._fail(StateMissing("the worker has let the state go"))
+
+    def lose(self, error: EngineDead) -> None:
+        self._fail(error)
+
+    def _take_end(self, end: Finished) -> None:
+        if end.reason is FinishReason.ABORT:  # nobody here asked for it
+            self._fail(EngineDead("the worker is stopping"))
+        elif isinstance(end.error, EngineDead):
+            self._fail(end.error)
+        elif end.error is not None:
+            self._fail(CallFailed(Failure(error=end.error)))
+        elif not self.ended.done():
+            self._note_begun()
+            self.ended.set_result(end)
+
+    def _note_begun(self) -> None:
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
+
+    def _fail(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
 
 async def _call_of(request: GenerationRequest) -> GenerateCall:

@@ -91,6 +91,13 @@ class Progress:
             self._num_states += 1
         return event
 
+    def take_id(self, asked: GenerationRequest, token_id: int) -> bool:
+        """`take` for a plain token: whether the client shall get it."""
+        is_seen = asked.sampling is not _READ
+        if is_seen:
+            self._ids.append(token_id)
+        return is_seen
+
     def finished(self, reason: FinishReason, *, error: NsmError | None = None) -> Finished:
         """An end that no worker told."""
         cached = self._position

@@ -8,13 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.errors import ConfigError, EngineDead, NsmError
 from nsm_core.stats import EngineStats
 from nsm_core.wire.call_tensors import encode_call
-from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
+from nsm_core.wire.calls import DescribeCall, GenerateCall, InspectCall, StatusCall
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
 from nsm_core.wire.tensors import Tensors
-from service.backends.triton.channel import CallFailed, ServerStopping, TritonChannel, TritonStream
+from service.backends.triton.channel import CallFailed, ServerStopping, TritonChannel
+from service.backends.triton.link import Receiver, TritonLink
 from service.backends.triton.tls import TritonTls
 
 logger = logging.getLogger("nsm.triton")
@@ -32,14 +34,15 @@ _CHANGES = {
 class Upstream:
     """`watch` keeps it true. Belongs to one event loop.
 
-    `admit` gets the worker's description and raises ConfigError where it must not be used; `on_change` is called
-    whenever the server comes, goes or is refused.
+    `pace`: of diverted tokens. `admit` gets the worker's description and raises ConfigError where it must not be used;
+    `on_change` is called whenever the server comes, goes or is refused.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        pace: StreamPace,
         tls: TritonTls | None = None,
         admit: Callable[[str, WorkerDescription], None],
         on_change: Callable[[], None],
@@ -56,7 +59,8 @@ class Upstream:
         self._beat_at = time.monotonic()
         self._num_others = 0
         self._most_own = 0  # since the last heartbeat
-        self._streams: set[TritonStream] = set()
+        self._pace = pace
+        self._link: TritonLink | None = None
         self._hurry = asyncio.Event()
         self._tls = tls
         self._channel = TritonChannel(url, tls=tls)
@@ -65,8 +69,9 @@ class Upstream:
 
     @property
     def is_up(self) -> bool:
-        """Its last heartbeat was good and no stream broke since."""
-        return self._status is not None and self._status.is_ready and not self._is_suspect
+        """Its last heartbeat was good and nothing broke since."""
+        is_linked = self._link is not None and self._link.is_open
+        return is_linked and self._status is not None and self._status.is_ready and not self._is_suspect
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -91,35 +96,36 @@ class Upstream:
     @property
     def num_own(self) -> int:
         """Requests of this gateway."""
-        return len(self._streams)
+        return 0 if self._link is None else self._link.num_requests
 
     @property
     def load(self) -> int:
         """Requests of this gateway, and those of others at the last heartbeat."""
-        return self._num_others + len(self._streams)
+        return self._num_others + self.num_own
 
     @property
     def state_pool_bytes(self) -> int:
         return 0 if self._status is None else self._status.engine.state_pool_bytes
 
     @contextlib.contextmanager
-    def stream(self, *, timeout_s: float | None) -> Iterator[TritonStream]:
-        """For one request; it breaks when the server is given up."""
-        stream = self._channel.open(timeout_s=timeout_s)
-        self._streams.add(stream)
-        self._most_own = max(self._most_own, len(self._streams))
+    def request(self, call: GenerateCall, receiver: Receiver) -> Iterator[None]:
+        """A request, which the server is told to end if it runs when the block is left. Raises EngineDead."""
+        link = self._link
+        if link is None:
+            raise EngineDead("the Triton server was lost")
+        number = link.start(call, receiver)
+        self._most_own = max(self._most_own, link.num_requests)
         try:
-            yield stream
+            yield
         finally:
-            self._streams.discard(stream)
-            stream.cancel()
+            link.cancel(number)
 
     async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
         """The one answer. Raises what `TritonStream.receive` raises."""
         return await self._control.ask(encode_call(call), timeout_s=timeout_s)
 
     def suspect(self) -> None:
-        """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""
+        """A request was lost: no new request until the next good heartbeat, which is asked for now."""
         self._is_suspect = True
         self._is_described = False  # another may answer at this address
         self._hurry.set()
@@ -141,7 +147,9 @@ class Upstream:
                     await self._hurry.wait()
 
     async def close(self) -> None:
-        """Streams that are still open break."""
+        """Requests that still run are lost."""
+        if self._link is not None:
+            self._link.cut(EngineDead("the backend is stopping"))
         await asyncio.gather(self._channel.close(), self._control.close())
 
     async def _beat(self) -> None:
@@ -150,7 +158,11 @@ class Upstream:
             self._admit(self.url, description)
             self._description, self._is_described = description, True
         status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
-        if not self._is_described:  # a stream broke meanwhile, after this was said: it is asked anew at once
+        if self._link is None or not self._link.is_open:
+            link = TritonLink(self._channel, self._pace, self._note_loss)
+            await link.open(timeout_s=ANSWER_S)
+            self._link = link
+        if not self._is_described:  # a request was lost meanwhile, after this was said: it is asked anew at once
             return
         if self._status is not None and status.engine.num_steps < self._status.engine.num_steps:
             self._is_described = False  # it began anew between two heartbeats
@@ -169,7 +181,7 @@ class Upstream:
         self.counted = self.counted.with_steps(engine, since=base)
         # requests that were ours a moment ago may still be counted there
         self._num_others = max(0, engine.num_running + engine.num_waiting - self._most_own)
-        self._most_own = len(self._streams)
+        self._most_own = self.num_own
         self._status, self._is_suspect = status, False
         if status.is_ready:
             self._beat_at = time.monotonic()
@@ -178,12 +190,18 @@ class Upstream:
             logger.log(*_CHANGES[self.is_up], self.url)
             self._on_change()
 
+    def _note_loss(self, link: TritonLink) -> None:
+        """A link broke by itself."""
+        if link is self._link:
+            self.suspect()
+
     def _lose(self, error: NsmError) -> None:
         is_news = self.error is None or str(error) != str(self.error)
         self.error, self._status, self._is_described = error, None, False
-        if not isinstance(error, ServerStopping):
-            for stream in tuple(self._streams):
-                stream.cut()
+        if self._link is not None and isinstance(error, ServerStopping):
+            self._link.close_when_idle()
+        elif self._link is not None:
+            self._link.cut(EngineDead("the Triton server does not answer any more"))
         if is_news:
             logger.warning("Triton server %s is not used: %s", self.url, error)
             self._on_change()

@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
+from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.errors import ConfigError, EngineDead
 from nsm_core.state.report import StateReport
 from nsm_core.tokenizer import Tokenizer
@@ -24,11 +25,18 @@ class Upstreams:
     """`start` and `stop` once each, on one event loop."""
 
     def __init__(
-        self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None, tls: TritonTls | None = None
+        self,
+        urls: Sequence[str],
+        *,
+        wait_s: float,
+        fingerprint: str | None = None,
+        tls: TritonTls | None = None,
+        max_interval_s: float = 0.0,
     ) -> None:
         """`wait_s`: how long `start` waits for a first server. `fingerprint`: of the one model to be used, if known.
-        `tls`: with all of them; None for connections in the clear.
+        `tls`: with all of them; None for connections in the clear. `max_interval_s`: see StreamPace.
         """
+        self.pace = StreamPace(max_interval_s)
         self._urls = tuple(urls)
         self.num_state_hits = 0  # turns whose state was where they went
         self.num_state_misses = 0  # turns whose state had to be sent
@@ -73,7 +81,10 @@ class Upstreams:
 
     async def start(self) -> None:
         """Returns when one server is ready and no other is unfit. Raises ConfigError, and then nothing is left open."""
-        self._all = tuple(Upstream(url, tls=self._tls, admit=self._admit, on_change=self._notify) for url in self._urls)
+        self._all = tuple(
+            Upstream(url, pace=self.pace, tls=self._tls, admit=self._admit, on_change=self._notify)
+            for url in self._urls
+        )
         self._watches = [asyncio.create_task(upstream.watch()) for upstream in self._all]
         try:
             async with asyncio.timeout(self._wait_s):

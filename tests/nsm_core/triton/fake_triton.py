@@ -55,6 +55,9 @@ class FakeResponder:
         self.failure = failure
         self._end(True)
 
+    def close(self) -> None:
+        self._end(True)
+
     def is_cancelled(self) -> bool:
         self.num_asked += 1
         return self.is_left and not self.num_last
@@ -170,14 +173,15 @@ class FakeSender:
         self.is_over = threading.Event()
         self._changed = threading.Condition()
 
-    def send(self, response: _Response, flags: int) -> None:
+    def send(self, response: _Response | None = None, *, flags: int) -> None:
         assert not self.num_finals, "nothing may be sent after the last answer"
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        with self._changed:
-            self.responses.append(response)
-            self._changed.notify_all()
+        if response is not None:
+            with self._changed:
+                self.responses.append(response)
+                self._changed.notify_all()
         self.has_responses.set()
         self.num_finals += flags
         if flags:

@@ -88,7 +88,7 @@ def test_a_configuration_outside_the_contract_is_refused() -> None:
     changes = {
         "must be decoupled": lambda config: config.pop("model_transaction_policy"),
         "max_batch_size must be 0": lambda config: config.update(max_batch_size=8),
-        "input state must be": lambda config: config["input"].pop(),
+        "input messages must be": lambda config: config["input"].pop(),
         "input text_input must be": lambda config: config["input"][0].update(optional=False),
         "output token_ids must be": lambda config: config["output"][1].update(data_type="TYPE_INT64"),
         "output extra is not part": lambda config: config["output"].append({"name": "extra"}),

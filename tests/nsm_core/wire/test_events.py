@@ -11,8 +11,9 @@ from nsm_core.engine.request import EndState, Finished, FinishReason, PromptScor
 from nsm_core.errors import EngineDead
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.wire.calls import GenerateCall, state_id
-from nsm_core.wire.events import EventDecoder, EventEncoder
+from nsm_core.wire.events import EventEncoder
 from tests.nsm_core.wire.wire_values import counts, details_of, id_lists, logprobs, received, states, texts, token_ids
+from tests.support.event_decoder import EventDecoder
 
 PROMPT = (5, 6, 7)
 SAMPLED = (8,)

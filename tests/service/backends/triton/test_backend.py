@@ -102,6 +102,7 @@ async def test_S1_every_place_of_a_turn_may_be_the_break(pair: TwoServers) -> No
     want = await pair.generate(request)
     counts: set[int] = set()
     for number, break_after in itertools.product(range(5), range(1, len(want.ids) + 1)):
+        await eventually(lambda: is_up(pair.backend, 2))
         pair.one.break_after = pair.two.break_after = break_after
         got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{number}-{break_after}"))
         assert_same(got, want)
@@ -139,6 +140,7 @@ async def test_what_was_told_of_the_prompt_is_not_told_again(pair: TwoServers) -
     want = await pair.generate(request)
     assert [type(event) for event in want.events[:4]].count(PromptState) == 3
     for break_after in range(1, 6):
+        await eventually(lambda: is_up(pair.backend, 2))
         pair.one.break_after = pair.two.break_after = break_after
         got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
         kinds = [type(event) for event in got.events]
@@ -320,6 +322,7 @@ async def test_a_server_that_is_lost_between_two_pieces_costs_one_piece(short: T
     request = make_request("long", **TEXT)
     want = await short.generate(request)
     for break_after in (1, 2):
+        await eventually(lambda: is_up(short.backend, 2))
         short.one.break_after = short.two.break_after = break_after
         assert_same(await short.generate(dataclasses.replace(request, request_id=f"broken-{break_after}")), want)
     assert short.backend.upstream_stats().num_failovers >= 2
