@@ -52,6 +52,9 @@ class NoEngine:
     def check(self, request: Any) -> None:
         """Takes everything."""
 
+    def rest(self) -> None:
+        """There is no memory to give back."""
+
     def stats(self) -> Any:
         return dataclasses.replace(self._stats)
 

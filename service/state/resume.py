@@ -303,13 +303,8 @@ def _pending_tail(header: SnapshotHeader) -> LogTail:
 def require_version(head: SessionHead, expected_version: int | None) -> None:
     """Raises VersionConflict when the client named a version and the session is at another."""
     if expected_version is not None and head.version != expected_version:
-        raise version_conflict(head, expected_version)
-
-
-def version_conflict(head: SessionHead, expected_version: int | None) -> VersionConflict:
-    """The error for the client that named the version."""
-    message = f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
-    return VersionConflict(message, param="expected_version")
+        message = f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
+        raise VersionConflict(message, param="expected_version")
 
 
 def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:

@@ -16,7 +16,7 @@ from service.state.keeper import StateKeeper
 from service.state.origin import with_origins_snapshot
 from service.state.other_model import other_model, shown_model
 from service.state.rebuild import LostState, read_replay
-from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known, version_conflict
+from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.codec import naming
 from service.stores.sessions.key import SessionKey
@@ -49,33 +49,40 @@ class TurnAdmission:
     max_records: int
     clock: Callable[[], float]
 
-    async def take_lease(self, key: SessionKey, turn: Turn) -> HeldLease:
-        """Raises SessionBusy, NotFound or StoreUnavailable."""
+    async def take_lease(self, key: SessionKey, turn: Turn, request: TurnRequest | None = None) -> HeldLease:
+        """With the request's record, or that of the turn it is a retry of.
+
+        Raises SessionBusy, NotFound, VersionConflict or StoreUnavailable.
+        """
         started = time.monotonic()
-        with _count_failures(self.metrics):
-            held = await self.leases.take(key, on_lost=turn.stop, hot=self.keeper.find(key))
+        start = None if request is None else self.start_of(request)
+        with _count_failures(self.metrics), _naming_version():
+            held = await self.leases.take(
+                key, on_lost=turn.stop, hot=self.keeper.find(key), start=start, max_records=self.max_records
+            )
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
-    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
-        """The request's own record, or that of the turn it is a retry of. Raises VersionConflict."""
-        start = TurnStart(
+    def start_of(self, request: TurnRequest) -> TurnStart:
+        """For the store."""
+        return TurnStart(
             turn_id=request.request_id,
             identity=request.identity,
             digest=request.digest,
             base_version=request.expected_version,
             request=encode_request(request, model_fingerprint=self.backend.model.fingerprint),
         )
-        with _count_failures(self.metrics):
-            try:
-                return await held.begin_turn(start, max_records=self.max_records)
-            except VersionConflict as error:  # the store's, which knows no fields
-                raise version_conflict(held.stored.head, request.expected_version) from error
 
-    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnExecution:
+    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
+        """The same under a lease that was taken without it."""
+        with _count_failures(self.metrics), _naming_version():
+            return await held.begin_turn(self.start_of(request), max_records=self.max_records)
+
+    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> TurnExecution:
         """A new turn, whose record was begun; a refusal leaves no record."""
         try:
-            await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=len(record.request))
+            num_own_bytes = 0 if held.record is None else len(held.record.request)
+            await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=num_own_bytes)
             start = await self._resume(held, request)
             return self._submit(turn, held, start, request, start.generation_request(request))
         except BaseException:
@@ -175,6 +182,16 @@ def _other_turn(fingerprint: str, running: str) -> str:
 def _other_model(fingerprint: str, running: str) -> str:
     shown, ways = other_model(fingerprint)
     return f"of model {shown}, not of {shown_model(running)} ({ways})"
+
+
+@contextlib.contextmanager
+def _naming_version() -> Iterator[None]:
+    """A store knows no fields of requests."""
+    try:
+        yield
+    except VersionConflict as error:
+        error.param = "expected_version"
+        raise
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
 """A turn as bytes, for the store: the request, so that any replica can run it again; its tokens; the result.
 
-JSON: a record may be read by another replica.
+JSON: a record may be read by another replica. A turn writes it twice, so what has its default is left out, and ids
+without log-probabilities are packed.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +24,10 @@ from nsm_core.stats import EnergyUse
 from service.state.resume import TurnRequest
 from service.stores.sessions.codec import decoding
 from service.stores.sessions.key import SessionKey
+
+_COUNTS = ("prompt_tokens", "cached_tokens", "replayed_tokens", "completion_tokens")
+_PLAIN = SamplingParams()
+_KINDS = {2: "H", 4: "I"}  # of packed ids, by their bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,25 +111,18 @@ def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRe
 
 
 def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
-    return _dump([_token_fields(token) for token in tokens])
+    return _dump(_tokens_field(tokens))
 
 
 def decode_tokens(raw: bytes) -> list[StoredToken]:
     with decoding("the record of a running turn"):
-        return [_token_of(fields) for fields in json.loads(raw)]
+        return _tokens_of(json.loads(raw))
 
 
 def encode_result(result: TurnResult) -> bytes:
     finished, error = result.finished, result.error
-    fields = {
-        "sampling": _sampling_fields(result.sampling),
-        "render_options": dict(result.render_options),
-        "tokens": [_token_fields(token) for token in result.tokens],
-        "reason": finished.reason.value,
-        "prompt_tokens": finished.prompt_tokens,
-        "cached_tokens": finished.cached_tokens,
-        "replayed_tokens": finished.replayed_tokens,
-        "completion_tokens": finished.completion_tokens,
+    counts = {name: getattr(finished, name) for name in _COUNTS}
+    optional = {
         "commit_point": None if result.commit_point is None else dataclasses.asdict(result.commit_point),
         "rebuilt": result.rebuilt,
         "other_numerics": result.other_numerics,
@@ -130,25 +130,32 @@ def encode_result(result: TurnResult) -> bytes:
         "session_joules": result.session_joules,
         "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
     }
+    fields = {
+        "sampling": _sampling_fields(result.sampling),
+        "render_options": dict(result.render_options),
+        "tokens": _tokens_field(result.tokens),
+        "reason": finished.reason.value,
+        **{name: value for name, value in {**counts, **optional}.items() if value},
+    }
     return _dump(fields)
 
 
 def decode_result(raw: bytes) -> TurnResult:
     with decoding("the stored result of a turn"):
         fields = json.loads(raw)
-        counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
-        counts["replayed_tokens"] = fields.get("replayed_tokens", 0)  # records of earlier versions have none
-        energy = tuple(EnergyUse(**use) for use in fields["energy"])
+        counts = {name: fields.get(name, 0) for name in _COUNTS}
+        energy = tuple(EnergyUse(**use) for use in fields.get("energy", ()))
+        point, error = fields.get("commit_point"), fields.get("error")
         return TurnResult(
             sampling=_sampling_of(fields["sampling"]),
             render_options=fields["render_options"],
-            tokens=[_token_of(token) for token in fields["tokens"]],
+            tokens=_tokens_of(fields["tokens"]),
             finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
-            commit_point=None if fields["commit_point"] is None else CommitPoint(**fields["commit_point"]),
-            rebuilt=fields["rebuilt"],
-            other_numerics=fields["other_numerics"],
-            session_joules=fields["session_joules"],
-            error=None if fields["error"] is None else _error_of(**fields["error"]),
+            commit_point=None if point is None else CommitPoint(**point),
+            rebuilt=fields.get("rebuilt"),
+            other_numerics=fields.get("other_numerics"),
+            session_joules=fields.get("session_joules", 0.0),
+            error=None if error is None else _error_of(**error),
         )
 
 
@@ -157,20 +164,42 @@ def _dump(value: object) -> bytes:
 
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Those that are not as in `SamplingParams()`."""
     fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-    grammar = None if sampling.grammar is None else sampling.grammar.to_fields()
-    return {**fields, "logit_bias": {str(key): value for key, value in sampling.logit_bias.items()}, "grammar": grammar}
+    changed = {name: value for name, value in fields.items() if value != getattr(_PLAIN, name)}
+    if sampling.logit_bias:
+        changed["logit_bias"] = {str(key): value for key, value in sampling.logit_bias.items()}
+    if sampling.grammar is not None:
+        changed["grammar"] = sampling.grammar.to_fields()
+    return changed
 
 
 def _sampling_of(fields: Mapping[str, Any]) -> SamplingParams:
+    grammar = fields.get("grammar")
     changes = {
-        "logit_bias": {int(key): value for key, value in fields["logit_bias"].items()},
-        "stop": tuple(fields["stop"]),
-        "stop_token_ids": tuple(fields["stop_token_ids"]),
-        # records of earlier versions have none
-        "grammar": None if fields.get("grammar") is None else Grammar.from_fields(fields["grammar"]),
+        "logit_bias": {int(key): value for key, value in fields.get("logit_bias", {}).items()},
+        "stop": tuple(fields.get("stop", ())),
+        "stop_token_ids": tuple(fields.get("stop_token_ids", ())),
+        "grammar": None if grammar is None else Grammar.from_fields(grammar),
     }
     return SamplingParams(**{**fields, **changes})
+
+
+def _tokens_field(tokens: Iterable[StoredToken]) -> str | list[list[Any]]:
+    """A list; where no token has log-probabilities, its ids in base64: little endian, after the bytes of one."""
+    stored = list(tokens)
+    if any(token.logprob is not None for token in stored):
+        return [_token_fields(token) for token in stored]
+    ids = [token.token_id for token in stored]
+    width = 2 if max(ids, default=0) < 2**16 else 4
+    return f"{width}{base64.b64encode(struct.pack(f'<{len(ids)}{_KINDS[width]}', *ids)).decode()}"
+
+
+def _tokens_of(field: str | Sequence[Sequence[Any]]) -> list[StoredToken]:
+    if not isinstance(field, str):
+        return [_token_of(token) for token in field]
+    width, raw = int(field[0]), base64.b64decode(field[1:], validate=True)
+    return [StoredToken(token_id) for (token_id,) in struct.iter_unpack(f"<{_KINDS[width]}", raw)]
 
 
 def _token_fields(token: StoredToken) -> list[Any]:

@@ -32,6 +32,7 @@ NO_CHUNKS = 2**31 - 1  # the record without its chunks
 class HeldLease:
     """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`.
 
+    `record`: of the turn that began with it, or of the one that its request is a retry of; None where none was to.
     `state_format`: how the state that is committed under it is to be stored. `hot`: the state of the head that the
     caller had, None where it had none or an older one.
     """
@@ -53,6 +54,7 @@ class HeldLease:
         self.retained = leased.retained
         self.state_format = state_format
         self._max_retained = max_retained
+        self.record = leased.record
         self.fence = leased.lease.fence
         self.has_written = False
         self._lease = leased.lease
@@ -177,15 +179,24 @@ class Leases:
         self._process = uuid.uuid4().hex
 
     async def take(
-        self, key: SessionKey, *, on_lost: Callable[[NsmError], None], hot: HotState | None = None
+        self,
+        key: SessionKey,
+        *,
+        on_lost: Callable[[NsmError], None],
+        hot: HotState | None = None,
+        start: TurnStart | None = None,
+        max_records: int = 1,
     ) -> HeldLease:
         """Raises the errors of `SessionStore.acquire`. `on_lost` is called once, when a renewal finds it gone.
 
-        `hot`: the session's state that this process has.
+        `hot`: the session's state that this process has. `start`, `max_records`: as for `SessionStore.acquire`.
         """
         holder = f"{self._process}/{uuid.uuid4().hex}"
         known = None if hot is None else hot.known
-        acquiring = asyncio.ensure_future(self._store.acquire(key, holder=holder, lease_s=self._lease_s, known=known))
+        asked = self._store.acquire(
+            key, holder=holder, lease_s=self._lease_s, known=known, start=start, max_records=max_records
+        )
+        acquiring = asyncio.ensure_future(asked)
         started = time.monotonic()
         try:
             leased = await asyncio.shield(acquiring)

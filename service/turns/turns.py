@@ -97,9 +97,8 @@ class TurnRegistry:
         """
         self._require_open()
         request = dataclasses.replace(request, identity=None)
-        async with self._holding(request.key) as (turn, held):
-            record = await self._opening.begin_record(held, request)
-            return self._run(await self._opening.begin(turn, held, request, record))
+        async with self._holding(request.key, request) as (turn, held):
+            return self._run(await self._opening.begin(turn, held, request))
 
     async def open_or_join(self, request: TurnRequest) -> TurnSource:
         """A new turn, like `open_turn`, unless there is one that the request is a retry of.
@@ -113,9 +112,9 @@ class TurnRegistry:
             return known
         try:
             async with self._holding(request.key, request) as (turn, held):
-                record = await self._opening.begin_record(held, request)
+                record = _begun(held)
                 if record.turn_id == request.request_id:
-                    return self._run(await self._opening.begin(turn, held, request, record))
+                    return self._run(await self._opening.begin(turn, held, request))
                 require_same(record.digest, request.digest)
                 if record.status == "running":
                     turn.is_replay = True
@@ -201,7 +200,7 @@ class TurnRegistry:
         """Reservation and lease for a turn, until the end of the block, or of the turn that began in it."""
 
         def take(turn: Turn) -> Awaitable[HeldLease]:
-            return self._opening.take_lease(key, turn)
+            return self._opening.take_lease(key, turn, request)
 
         return self._reserved(key, take, request)
 
@@ -340,6 +339,12 @@ class TurnRegistry:
                     await run.held.give_back()
                 finally:
                     self._release(head.key, end)
+
+
+def _begun(held: HeldLease) -> TurnRecord:
+    if held.record is None:
+        raise RuntimeError("the lease was taken without the turn's record")
+    return held.record
 
 
 def require_same(first: str, digest: str) -> None:

@@ -119,7 +119,7 @@ async def test_a_wrong_version_is_told_apart_from_a_lost_lease_and_keeps_the_lea
     head = await create(store)
     ahead = await commit(store, head)
     lease = (await acquire(store)).lease
-    with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
+    with pytest.raises(VersionConflict, match="is at version 1, expected_version was 0"):
         await commit_under(store, lease, head)
     with pytest.raises(SessionBusy):
         await acquire(store)

@@ -55,7 +55,7 @@ async def test_a_commit_moves_head_snapshot_and_log_together(store: SessionStore
 async def test_a_stale_writer_changes_nothing(store: SessionStore) -> None:
     head = await create(store)
     committed = await commit(store, head)
-    with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
+    with pytest.raises(VersionConflict, match="is at version 1, expected_version was 0"):
         await commit(store, head, snapshot=make_snapshot(version=7).encode(), new_ids=(8, 8))
     stored = await store.load(SessionKey("a", "s1"))
     assert (stored.head, stored.snapshot) == (committed, make_snapshot(version=1).encode())

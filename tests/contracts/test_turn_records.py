@@ -103,7 +103,7 @@ async def wrong(store: SessionStore) -> SessionHead:
 async def test_a_turn_continues_the_version_it_names(store: SessionStore) -> None:
     await commit(store, await create(store))
     lease = (await acquire(store)).lease
-    with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
+    with pytest.raises(VersionConflict, match="is at version 1, expected_version was 0"):
         await begin(store, lease, base_version=0)
     assert (await begin(store, lease, base_version=1)).base_version == 1
 
@@ -374,3 +374,28 @@ async def test_an_abandoned_turn_counts_until_it_is_cancelled_or_its_session_del
 
 async def used(store: SessionStore) -> int:
     return (await store.usage(tenant="a")).num_bytes
+
+
+async def test_a_turn_begins_with_its_lease(store: SessionStore) -> None:
+    await commit(store, await create(store))
+    start = start_of("t1", identity="key:k", base_version=1)
+    leased = await store.acquire(KEY, holder="h1", lease_s=LEASE_S, start=start, max_records=MANY)
+    assert leased.record is not None
+    assert (leased.record.turn_id, leased.record.status, leased.record.base_version) == ("t1", "running", 1)
+    assert (await get(store)).request == start.request
+    await commit_under(store, leased.lease, leased.stored.head, turn=ended())
+    retry = start_of("t2", identity="key:k", base_version=1)
+    found = await store.acquire(KEY, holder="h2", lease_s=LEASE_S, start=retry, max_records=MANY)
+    assert found.record is not None
+    assert (found.record.turn_id, found.record.status, found.record.result) == ("t1", "committed", b"result\x00\xff")
+    assert await store.get_turn(KEY, turn_id="t2") is None
+    await store.release(found.lease)
+    assert (await acquire(store)).record is None
+
+
+async def test_a_turn_at_another_version_gets_no_lease(store: SessionStore) -> None:
+    await commit(store, await create(store))
+    with pytest.raises(VersionConflict, match="is at version 1, expected_version was 0"):
+        await store.acquire(KEY, holder="h1", lease_s=LEASE_S, start=start_of(base_version=0), max_records=MANY)
+    assert await store.get_turn(KEY, turn_id="t1") is None
+    await acquire(store)  # nobody has it

@@ -31,7 +31,7 @@ def _read(package: str, name: str) -> str:
 
 
 CREATE = load_script("create", "common")
-ACQUIRE = load_script("acquire", "common")
+ACQUIRE = load_script("acquire", "common", "turns")
 RENEW = load_script("renew", "common")
 RELEASE = load_script("release", "common")
 LOAD = load_script("load", "common")

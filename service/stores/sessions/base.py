@@ -22,7 +22,7 @@ from service.stores.sessions.transitions import LogMark as LogMark
 from service.stores.sessions.transitions import LogTail as LogTail
 from service.stores.sessions.transitions import NewSession as NewSession
 from service.stores.sessions.transitions import Rewind as Rewind
-from service.stores.sessions.turn_records import TurnStore
+from service.stores.sessions.turn_records import TurnRecord, TurnStart, TurnStore
 
 DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
 
@@ -111,13 +111,15 @@ class StoredSession:
 class LeasedSession:
     """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`.
 
-    `is_known`: the head is the one that the caller knows, and its snapshot was not read.
+    `is_known`: the head is the one that the caller knows, and its snapshot was not read. `record`: what `begin_turn`
+    would have given, None when no turn was to begin.
     """
 
     lease: Lease
     stored: StoredSession
     retained: tuple[RetainedSnapshot, ...] = ()
     is_known: bool = False
+    record: TurnRecord | None = None
 
 
 class KnownVersion(NamedTuple):
@@ -199,11 +201,20 @@ class SessionStore(TurnStore, Protocol):
         ...
 
     async def acquire(
-        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+        self,
+        key: SessionKey,
+        *,
+        holder: str,
+        lease_s: float,
+        known: KnownVersion | None = None,
+        start: TurnStart | None = None,
+        max_records: int = 1,
     ) -> LeasedSession:
         """Take the lease and load as `load` does, in one round trip. `holder` names one turn, not a process.
 
-        `known`: the version whose state the caller has. If it is the head's, no snapshot is read.
+        `known`: the version whose state the caller has. If it is the head's, no snapshot is read. `start`,
+        `max_records`: a turn that begins in the same transition, as by `begin_turn`; at another version than it names
+        (VersionConflict) there is no lease either.
 
         Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
         what remains of that lease, at most 1 s. Raises LogCorrupt, and gives no lease, when number or length of the

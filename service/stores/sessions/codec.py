@@ -73,7 +73,7 @@ def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> It
     """Around the decoding of stored bytes: bytes that nobody wrote so are damage, and no fault of the code."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError) as cause:
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error) as cause:
         raise error(f"{what} is damaged") from cause
 
 

@@ -46,5 +46,5 @@ def require_version(head: SessionHead, expected_version: int) -> None:
     """The compare of compare-and-set; raises VersionConflict."""
     if head.version != expected_version:
         raise VersionConflict(
-            f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
+            f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
         )

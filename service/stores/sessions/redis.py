@@ -91,8 +91,9 @@ from service.stores.sessions.redis_fields import (
 )
 from service.stores.sessions.redis_index import IndexEntry, TenantIndex
 from service.stores.sessions.redis_shedding import RedisShedding
-from service.stores.sessions.redis_turns import RedisTurns
+from service.stores.sessions.redis_turns import RedisTurns, begun_or_found, start_fields
 from service.stores.sessions.retention import RetainedSnapshot
+from service.stores.sessions.turn_records import TurnStart
 
 Result = TypeVar("Result")
 
@@ -109,7 +110,7 @@ class RedisSessionStore:
         self._largest_bytes = 0  # of the snapshots that were to be written here
         self._index = TenantIndex(self.client, self.keys)
         self.shed_snapshots = RedisShedding(self.client, self.keys, on_change=self._index.put).shed_snapshots
-        turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
+        turns = RedisTurns(self.client, self.keys, on_change=self._index.put_soon)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
 
@@ -133,6 +134,7 @@ class RedisSessionStore:
             await self.close()
 
     async def close(self) -> None:
+        await self._index.close()
         await self.client.close()
 
     async def create(self, new: NewSession) -> SessionHead:
@@ -188,10 +190,17 @@ class RedisSessionStore:
         return await _consistent(read, lambda result: checksum_field(result[2]) == result[0].snapshot_checksum)
 
     async def acquire(
-        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+        self,
+        key: SessionKey,
+        *,
+        holder: str,
+        lease_s: float,
+        known: KnownVersion | None = None,
+        start: TurnStart | None = None,
+        max_records: int = 1,
     ) -> LeasedSession:
         keys, nonce = self.keys.session(key), _nonce()
-        values = (holder, nonce, to_us(lease_s))
+        values = (holder, nonce, to_us(lease_s), *(() if start is None else start_fields(start, max_records)))
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
             if known is not None:
@@ -202,18 +211,23 @@ class RedisSessionStore:
             answer, raw = await self.client.call(work)
             if answer[0] == b"busy":
                 raise session_busy(key.session_id, int(answer[1]) / MICROSECONDS)
+            if answer[0] == b"conflict" and start is not None and start.base_version is not None:
+                require_version(_require_head(answer[1], key).head, start.base_version)
             stored, tail = _read_tail(answer, key)
         lease, retained = lease_of(stored, holder), tuple(slot.snapshot for slot in stored.retained)
+        record = None if start is None else begun_or_found(answer[4], start, stored.head)
+        if record is not None:
+            self._index.put_soon(stored)
         if known == (stored.head.created_at, stored.head.version):
             session = StoredSession(head=stored.head, snapshot=None, tail=tail)
-            return LeasedSession(lease=lease, stored=session, retained=retained, is_known=True)
+            return LeasedSession(lease=lease, stored=session, retained=retained, is_known=True, record=record)
         if checksum_field(raw) != stored.snapshot_checksum:
             # not read yet, replaced in between the script and the reading, or damaged
             stored, tail, raw = await self.client.call(lambda attempt: self._read(attempt, key))
         session = checked(stored.head, raw, tail)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
             session = StoredSession(head=stored.head, snapshot=None, damage="corrupt", tail=tail)
-        return LeasedSession(lease=lease, stored=session, retained=retained)
+        return LeasedSession(lease=lease, stored=session, retained=retained, record=record)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         status, answer = await self._transition(RENEW, lease.key, (*lease_fields(lease), to_us(lease_s)))
@@ -266,7 +280,10 @@ class RedisSessionStore:
             require_version(head, change.expected_version)
         if status == "too_long":
             raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
-        await self._index.put(stored)
+        if head.ttl_s is None:
+            self._index.put_soon(stored)
+        else:  # the index has the expiry too
+            await self._index.put(stored)
         return head
 
     async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:

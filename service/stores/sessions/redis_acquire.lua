@@ -1,17 +1,26 @@
 #!lua
--- ARGV: holder, nonce, lease_us (duration).
+-- ARGV: holder, nonce, lease_us (duration); and of a turn that is about to begin: turn_id, identity, digest,
+-- base_version ('' for the head's), max_records, request. The answer then ends with its record, see redis_turns.lua.
 local head = read_head()
 if not head then return {'not_found'} end
 local now = clock_us()
 local is_taken = head.holder ~= '' and tonumber(head.lease_us) > now
 -- The same nonce is this call again, after its answer was lost.
-if is_taken and head.lease_nonce == ARGV[2] then return with_tail(head, 'ok') end
-if is_taken then return {'busy', whole(tonumber(head.lease_us) - now)} end
-local damage = log_damage(head)
+local is_again = is_taken and head.lease_nonce == ARGV[2]
+if is_taken and not is_again then return {'busy', whole(tonumber(head.lease_us) - now)} end
+local damage = not is_again and log_damage(head)
 if damage then return {'log_corrupt', redis.call('HGETALL', head_key), damage} end
 local ids, tail_damage = read_tail(head)
 if not ids then return {'log_corrupt', redis.call('HGETALL', head_key), tail_damage} end
-write_head(head, {
-  holder = ARGV[1], lease_nonce = ARGV[2], lease_us = whole(now + tonumber(ARGV[3])), fence = whole(head.fence + 1),
-})
-return {'ok', redis.call('HGETALL', head_key), ids, read_tail_marks(head)}
+local record, changes, has_turns = false, {}, true
+if ARGV[4] then
+  has_turns = redis.call('EXISTS', turns_key) == 1
+  record, changes = begin_record(head, unpack(ARGV, 4))
+  if record[1] == 'conflict' then return answer('conflict') end
+end
+if not is_again then
+  changes.holder, changes.lease_nonce = ARGV[1], ARGV[2]
+  changes.lease_us, changes.fence = whole(now + tonumber(ARGV[3])), whole(head.fence + 1)
+end
+write_head(head, changes, not has_turns)
+return {'ok', redis.call('HGETALL', head_key), ids, read_tail_marks(head), record}

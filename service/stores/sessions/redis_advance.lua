@@ -20,13 +20,14 @@ local function open_move()
   return nil, answer(refusal)
 end
 
--- The turn's end: version, times, and the lease that it ran under.
-local function move_head(head, changes)
+-- The turn's end: version, times, and the lease that it ran under. `turn_changes`: see redis_turns.lua.
+local function move_head(head, changes, turn_changes)
   local now = clock_us()
+  for field, value in pairs(turn_changes) do changes[field] = value end
   changes.version = whole(head.version + 1)
   changes.commit_nonce = ARGV[5]
   changes.updated_us = whole(now)
-  changes.expires_us = renewed_expiry(head, now)
+  changes.expires_us = renewed_expiry(head.ttl_us, now)
   changes.holder = ''
   changes.lease_us = '0'
   changes.log_marks = whole((changes.log_marks or head.log_marks) + 1)

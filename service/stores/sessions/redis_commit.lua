@@ -8,7 +8,7 @@ local has_snapshot = ARGV[13] ~= '0'
 if has_snapshot and redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
 local ids = ARGV[15]
 local log_chunks = head.log_chunks + append_log(ids)
-end_running(head, ARGV[16], ARGV[17], ARGV[18])
+local turn_changes = end_running(head, ARGV[16], ARGV[17], ARGV[18])
 -- Of a head of key layout 1, which does not name its snapshot
 local changes = {snapshot_version = snapshot_version(head), snapshot_position = snapshot_position(head)}
 if has_snapshot then
@@ -18,4 +18,4 @@ changes.position, changes.model_fingerprint = ARGV[8], ARGV[9]
 changes.tokenizer_fingerprint, changes.numerics, changes.energy_joules = ARGV[10], ARGV[11], ARGV[12]
 changes.num_log_tokens = whole(head.num_log_tokens + #ids / 4)
 changes.log_chunks = whole(log_chunks)
-return move_head(head, changes)
+return move_head(head, changes, turn_changes)

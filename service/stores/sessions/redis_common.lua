@@ -120,21 +120,31 @@ local function holds_lease(head, created_us, fence, holder)
   return head.created_us == created_us and head.fence == fence and head.holder == holder
 end
 
--- Redis itself ends a session: at its expiry or, when a turn runs at that time, with the turn's lease.
-local function keep_alive(head)
+-- The staged snapshot becomes the newest one, for good: it had an expiry.
+local has_new_snapshot = false
+local function take_staged()
+  redis.call('RENAME', staged_key, snapshot_key)
+  has_new_snapshot = true
+end
+
+-- Redis itself ends a session: at its expiry or, when a turn runs at that time, with the turn's lease. `had_expiry`,
+-- `has_other_turns`: whether the keys have expiries that may not stay. What stays is not said again: the append-only
+-- file would have it each time.
+local function keep_alive(head, had_expiry, has_other_turns)
   local is_forever = head.expires_us == ''
+  if is_forever and not (had_expiry or has_new_snapshot or has_other_turns) then return end
   local until_us = math.max(tonumber(head.expires_us) or 0, tonumber(head.lease_us) or 0)
   local keys = {head_key, log_key, marks_key, snapshot_key}
   for _, one in ipairs(read_retained(head)) do keys[#keys + 1] = retained_key(one.slot) end
   for _, key in ipairs(keys) do
-    if is_forever then
-      redis.call('PERSIST', key)
-    else
+    if not is_forever then
       redis.call('PEXPIREAT', key, whole(math.ceil(until_us / 1000)))
+    elseif had_expiry or has_new_snapshot then
+      redis.call('PERSIST', key)
     end
   end
-  local turns_us = tonumber(head.turns_us) or 0 -- when the last turn record expires
-  if turns_us > 0 then
+  local turns_us = tonumber(head.turns_us) or 0 -- no turn record is needed for longer
+  if turns_us > 0 and (not is_forever or had_expiry or has_other_turns) then
     if not is_forever then turns_us = math.min(turns_us, until_us) end
     for _, key in ipairs({KEYS[6], KEYS[7]}) do
       redis.call('PEXPIREAT', key, whole(math.ceil(turns_us / 1000)))
@@ -142,18 +152,21 @@ local function keep_alive(head)
   end
 end
 
-local function write_head(head, changes)
-  local flat = {}
+-- `has_new_turns`: the keys of the turn records, or of their chunks, are new.
+local function write_head(head, changes, has_new_turns)
+  local flat, had_expiry, turns_us = {}, (head.expires_us or '') ~= '', head.turns_us
   for field, value in pairs(changes) do
-    head[field] = value
-    flat[#flat + 1] = field
-    flat[#flat + 1] = value
+    if head[field] ~= tostring(value) then
+      head[field] = tostring(value)
+      flat[#flat + 1] = field
+      flat[#flat + 1] = head[field]
+    end
   end
-  redis.call('HSET', head_key, unpack(flat))
-  keep_alive(head)
+  if #flat > 0 then redis.call('HSET', head_key, unpack(flat)) end
+  keep_alive(head, had_expiry, has_new_turns or head.turns_us ~= turns_us)
 end
 
-local function renewed_expiry(head, now)
-  if head.ttl_us == '' then return '' end
-  return whole(now + tonumber(head.ttl_us))
+local function renewed_expiry(ttl_us, now)
+  if ttl_us == '' then return '' end
+  return whole(now + tonumber(ttl_us))
 end

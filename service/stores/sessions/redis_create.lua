@@ -11,14 +11,13 @@ end
 local snapshot_bytes, ids = tonumber(ARGV[16]), ARGV[18]
 if snapshot_bytes > 0 and redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
 redis.call('UNLINK', log_key, marks_key, snapshot_key, unpack(KEYS, 6))
-if snapshot_bytes > 0 then redis.call('RENAME', staged_key, snapshot_key) end
+if snapshot_bytes > 0 then take_staged() end
 local log_chunks, log_marks = append_log(ids), 0
 for mark in string.gmatch(ARGV[19], '[^\n]+') do log_marks = redis.call('RPUSH', marks_key, mark) end
-head = {ttl_us = ARGV[7]}
-write_head(head, {
+write_head({}, {
   tenant = ARGV[1], session_id = ARGV[2], nonce = ARGV[3], created_us = ARGV[4], updated_us = ARGV[4],
   model_fingerprint = ARGV[5], metadata = ARGV[6], ttl_us = ARGV[7], forked_from = ARGV[8],
-  expires_us = renewed_expiry(head, tonumber(ARGV[4])), version = ARGV[9], position = ARGV[10],
+  expires_us = renewed_expiry(ARGV[7], tonumber(ARGV[4])), version = ARGV[9], position = ARGV[10],
   tokenizer_fingerprint = ARGV[11], numerics = ARGV[12], energy_joules = ARGV[13],
   snapshot_version = ARGV[14], snapshot_position = ARGV[15], snapshot_bytes = ARGV[16], snapshot_checksum = ARGV[17],
   num_log_tokens = whole(#ids / 4), log_chunks = whole(log_chunks), log_marks = whole(log_marks),

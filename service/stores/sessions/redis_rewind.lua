@@ -13,10 +13,10 @@ if refusal then return refusal end
 local snapshot_bytes, num_kept = tonumber(ARGV[13]), tonumber(ARGV[15])
 local num_tokens = tonumber(head.num_log_tokens)
 if num_kept > num_tokens then return answer('too_long') end
-end_running(head)
+local turn_changes = end_running(head)
 if snapshot_bytes > 0 then
   if redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
-  redis.call('RENAME', staged_key, snapshot_key)
+  take_staged()
 else
   redis.call('UNLINK', snapshot_key)
 end
@@ -39,7 +39,7 @@ while true do
   log_marks = log_marks - 1
 end
 local last = redis.call('LINDEX', marks_key, -1)
-drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0)
+turn_changes = drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0) or turn_changes
 local retained_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
   retained = thin_retained(head, function(one) return tonumber(one.position) <= retained_end end),
@@ -48,4 +48,4 @@ return move_head(head, {
   snapshot_version = snapshot_bytes > 0 and whole(head.version + 1) or '0',
   snapshot_position = snapshot_bytes > 0 and ARGV[8] or '0',
   num_log_tokens = whole(num_kept), log_chunks = whole(log_chunks), log_marks = log_marks,
-})
+}, turn_changes)

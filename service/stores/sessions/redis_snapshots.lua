@@ -14,7 +14,7 @@ local function replace_snapshot(head, kept, version, position, bytes, checksum)
     local entry = table.concat({slot, last, snapshot_position(head), head.snapshot_bytes}, ':')
     retained = (retained == '' and '' or retained .. ',') .. entry
   end
-  redis.call('RENAME', staged_key, snapshot_key)
+  take_staged()
   return {
     retained = retained, snapshot_version = version, snapshot_position = position, snapshot_bytes = bytes,
     snapshot_checksum = checksum,

@@ -13,6 +13,6 @@ if index == num_chunks then
   local bytes = turn.bytes + #ARGV[6]
   is_due = math.floor(bytes / USAGE_STEP_BYTES) > math.floor(turn.bytes / USAGE_STEP_BYTES)
   turn.bytes, changed[turn] = bytes, true
-  write_changes(head, turns)
+  write_head(head, write_changes(head, turns, {}), index == 0)
 end
 return {'ok', turn.cancel, is_due and redis.call('HGETALL', head_key) or nil}

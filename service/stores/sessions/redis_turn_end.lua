@@ -7,7 +7,7 @@ local now = clock_us()
 local turns = read_turns(now)
 local turn, position = find_running(turns)
 if not turn or turn.id ~= ARGV[4] then return {'ok'} end
-close_turn(turn, ARGV[5], ARGV[5] ~= '' and ARGV[6] or nil, now + tonumber(ARGV[7]))
-if ARGV[5] == '' then drop_turn(turns, position) end
-write_turns(head, turns)
+local values = close_turn(turn, ARGV[5], ARGV[5] ~= '' and ARGV[6] or nil, now + tonumber(ARGV[7]))
+if ARGV[5] == '' then table.remove(turns, position) end
+write_head(head, write_turns(head, turns, values))
 return answer('ok')

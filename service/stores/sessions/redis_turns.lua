@@ -6,6 +6,7 @@
 local turns_key, tail_key = KEYS[6], KEYS[7]
 local ABANDONED_US = 3600 * 1000000
 local RUNNING_US = 2 * 86400 * 1000000 -- longer than any turn may take
+local ROUND_US = 6 * 3600 * 1000000 -- of the keys' expiry
 
 local changed = {} -- records that are to be written
 
@@ -43,37 +44,41 @@ local function read_turns(now)
   return turns
 end
 
-local function drop_turn(turns, position)
-  redis.call('HDEL', turns_key, 'q:' .. turns[position].id, 'r:' .. turns[position].id)
-  table.remove(turns, position)
-end
-
--- Those that changed, and their sum in the head.
-local function write_changes(head, turns)
+-- The changes of the head. `values`: further fields of the turns, each name followed by its value.
+local function write_changes(head, turns, values)
   local bytes, until_us = 0, 0
   for _, turn in ipairs(turns) do
     bytes = bytes + turn.bytes
     until_us = math.max(until_us, tonumber(turn.expires))
-    if changed[turn] then redis.call('HSET', turns_key, 't:' .. whole(turn.number), cjson.encode(turn)) end
-  end
-  redis.call('HDEL', turns_key, 'index')
-  write_head(head, {turn_bytes = whole(bytes), turns_us = whole(until_us)})
-end
-
--- Also what read_turns left out is gone after this.
-local function write_turns(head, turns)
-  local fields = {}
-  for _, turn in ipairs(turns) do
-    for _, field in ipairs({'t:' .. whole(turn.number), 'q:' .. turn.id, 'r:' .. turn.id}) do fields[field] = true end
-  end
-  if #turns == 0 then
-    redis.call('UNLINK', turns_key, tail_key)
-  else
-    for _, field in ipairs(redis.call('HKEYS', turns_key)) do
-      if not fields[field] then redis.call('HDEL', turns_key, field) end
+    if changed[turn] then
+      values[#values + 1] = 't:' .. whole(turn.number)
+      values[#values + 1] = cjson.encode(turn)
     end
   end
-  write_changes(head, turns)
+  if #values > 0 then redis.call('HSET', turns_key, unpack(values)) end
+  -- Rounded up, and never back: the keys' expiry would be written down with each turn
+  local turns_us = tonumber(head.turns_us)
+  if turns_us < until_us then turns_us = math.ceil(until_us / ROUND_US) * ROUND_US end
+  return {turn_bytes = whole(bytes), turns_us = until_us == 0 and '0' or whole(turns_us)}
+end
+
+-- The same; also what read_turns left out, or is not in `turns` any more, is gone after this.
+local function write_turns(head, turns, values)
+  values = values or {}
+  if #turns == 0 then
+    redis.call('UNLINK', turns_key, tail_key)
+    return write_changes(head, turns, values)
+  end
+  local fields, stale = {}, {}
+  for _, turn in ipairs(turns) do
+    fields['t:' .. whole(turn.number)], fields['r:' .. turn.id] = true, turn.bytes > 0
+    if turn.status == 'running' then fields['q:' .. turn.id] = true end
+  end
+  for _, field in ipairs(redis.call('HKEYS', turns_key)) do
+    if not fields[field] then stale[#stale + 1] = field end
+  end
+  if #stale > 0 then redis.call('HDEL', turns_key, unpack(stale)) end
+  return write_changes(head, turns, values)
 end
 
 local function find_running(turns)
@@ -93,40 +98,35 @@ local function find_repeatable(turns, identity, digest)
   end
 end
 
--- `result` is nil for a turn that nobody came back for.
+-- `result` is nil for a turn that nobody came back for. Returns the values for write_turns.
 local function close_turn(turn, status, result, expires_us)
-  redis.call('HDEL', turns_key, 'q:' .. turn.id)
   redis.call('UNLINK', tail_key)
-  if result then redis.call('HSET', turns_key, 'r:' .. turn.id, result) end
   turn.status, turn.expires, turn.bytes = status, whole(expires_us), result and #result or 0
   changed[turn] = true
+  return result and {'r:' .. turn.id, result} or {}
 end
 
--- The session moves on: by turn `id`, or by something else.
+-- The session moves on: by turn `id`, or by something else. Returns the changes of the head.
 local function end_running(head, id, result, ttl_us)
   local now = clock_us()
   local turns = read_turns(now)
   local turn = find_running(turns)
-  if not turn then return end
-  if turn.id == id then
-    close_turn(turn, 'committed', result, now + tonumber(ttl_us))
-  else
-    close_turn(turn, 'failed', nil, now + ABANDONED_US)
-  end
-  write_turns(head, turns)
+  if not turn then return {} end
+  if turn.id == id then return write_turns(head, turns, close_turn(turn, 'committed', result, now + tonumber(ttl_us))) end
+  return write_turns(head, turns, close_turn(turn, 'failed', nil, now + ABANDONED_US))
 end
 
--- The session was taken back to `from_version`: what turns made of it since then is deleted.
+-- The session was taken back to `from_version`: what turns made of it since then is deleted. Returns the changes of the
+-- head, nil without any.
 local function drop_results(head, from_version)
   local turns = read_turns(clock_us())
   for _, turn in ipairs(turns) do
     if tonumber(turn.base) >= from_version and turn.bytes > 0 then
-      redis.call('HDEL', turns_key, 'r:' .. turn.id)
       turn.status, turn.bytes = 'cancelled', 0
       changed[turn] = true
     end
   end
-  if #turns > 0 then write_turns(head, turns) end
+  return #turns > 0 and write_turns(head, turns) or nil
 end
 
 local function lease_left_us(head, now)
@@ -144,4 +144,30 @@ local function show_turn(head, turn, now, first_chunk, is_brief)
     for _, chunk in ipairs(redis.call('LRANGE', tail_key, first_chunk, -1)) do shown[#shown + 1] = chunk end
   end
   return shown
+end
+
+-- A new record, or one that stands in its way: an answer for its caller, and the changes of the head. `base`: '' for the
+-- head's.
+local function begin_record(head, id, identity, digest, base, max_records, request)
+  local now = clock_us()
+  local turns = read_turns(now)
+  local running = find_running(turns)
+  -- The same id is this call again, after its answer was lost.
+  local found = running and running.id == id and running or find_repeatable(turns, identity, digest)
+  if found then return show_turn(head, found, now, 0), {} end
+  if base ~= '' and base ~= head.version then return {'conflict'}, {} end
+  if running then close_turn(running, 'failed', nil, now + ABANDONED_US) end
+  redis.call('UNLINK', tail_key)
+  for position = #turns, 1, -1 do
+    if turns[position].id == id then table.remove(turns, position) end
+  end
+  local number = #turns > 0 and turns[#turns].number + 1 or 1
+  while #turns >= tonumber(max_records) do table.remove(turns, 1) end
+  local turn = {
+    number = number, id = id, identity = identity, digest = digest, base = head.version, status = 'running',
+    cancel = '0', expires = whole(now + RUNNING_US), bytes = #request,
+  }
+  changed[turn] = true
+  turns[#turns + 1] = turn
+  return {'begun'}, write_turns(head, turns, {'q:' .. id, request})
 end

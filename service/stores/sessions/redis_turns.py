@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from nsm_core.errors import SnapshotCorrupt
 from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import TURN_APPEND, TURN_BEGIN, TURN_CANCEL, TURN_END, TURN_GET, Script
+from service.stores.sessions.base import SessionHead
 from service.stores.sessions.errors import lease_lost, not_found, require_version
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
@@ -20,23 +21,19 @@ from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStar
 class RedisTurns:
     """The TurnStore of a Redis store. `on_change` gets the head when the bytes of its records have changed."""
 
-    def __init__(
-        self, client: RedisClient, keys: Keyspace, *, on_change: Callable[[StoredHead], Awaitable[None]]
-    ) -> None:
+    def __init__(self, client: RedisClient, keys: Keyspace, *, on_change: Callable[[StoredHead], None]) -> None:
         self._client = client
         self._keys = keys
         self._on_change = on_change
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
-        base_version = "" if start.base_version is None else start.base_version
-        names = (start.turn_id, start.identity or "", start.digest, base_version)
-        status, *rest = await self._under(lease, TURN_BEGIN, *names, max_records, start.request)
+        status, *rest = await self._under(lease, TURN_BEGIN, *start_fields(start, max_records))
         if status not in (b"conflict", b"begun"):
             return _record_of(rest, lease.session_id)
         stored = self._head(lease, rest[0])
         if status == b"conflict" and start.base_version is not None:
             require_version(stored.head, start.base_version)
-        await self._on_change(stored)
+        self._on_change(stored)
         return started(start, stored.head.version)
 
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
@@ -45,7 +42,7 @@ class RedisTurns:
             raise turn_not_found(turn_id)
         is_cancel_wanted, *head = rest
         if head:
-            await self._on_change(self._head(lease, head[0]))
+            self._on_change(self._head(lease, head[0]))
         return bool(is_cancel_wanted == b"1")
 
     async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
@@ -57,7 +54,7 @@ class RedisTurns:
     async def _end(self, lease: Lease, turn_id: str, status: str, result: bytes, ttl_us: int) -> None:
         _, *rest = await self._under(lease, TURN_END, turn_id, status, result, ttl_us)
         if rest:
-            await self._on_change(self._head(lease, rest[0]))
+            self._on_change(self._head(lease, rest[0]))
 
     async def get_turn(
         self,
@@ -79,7 +76,7 @@ class RedisTurns:
         if status == b"none":
             return None
         if status == b"cancelled":
-            await self._on_change(_require_head(rest[0], key))
+            self._on_change(_require_head(rest[0], key))
         return _record_of(rest[1:], key.session_id)
 
     async def _under(self, lease: Lease, script: Script, *args: Any) -> list[Any]:
@@ -102,6 +99,18 @@ class RedisTurns:
     @staticmethod
     def _head(lease: Lease, answer: Any) -> StoredHead:
         return _require_head(answer, lease.key)
+
+
+def start_fields(start: TurnStart, max_records: int) -> tuple[Any, ...]:
+    """A turn that begins, as arguments of scripts."""
+    base_version = "" if start.base_version is None else start.base_version
+    return (start.turn_id, start.identity or "", start.digest, base_version, max_records, start.request)
+
+
+def begun_or_found(answer: list[Any], start: TurnStart, head: SessionHead) -> TurnRecord:
+    """The record in the answer of a script that begins a turn. Raises SnapshotCorrupt."""
+    status, *rest = answer
+    return started(start, head.version) if status == b"begun" else _record_of(rest, head.session_id)
 
 
 def _require_head(answer: Any, key: SessionKey) -> StoredHead:

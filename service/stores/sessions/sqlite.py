@@ -68,8 +68,15 @@ from service.stores.sessions.sqlite_statements import (
     take,
     writable_head,
 )
-from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
+from service.stores.sessions.sqlite_turns import (
+    SqliteTurns,
+    drop_results,
+    end_running,
+    find_or_begin,
+    remove_expired_turns,
+)
 from service.stores.sessions.transitions import SnapshotMark
+from service.stores.sessions.turn_records import TurnStart
 from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction, unsynced_transaction
 from service.stores.sqlite.database import Database, FileDatabase, MemoryDatabase
 
@@ -156,7 +163,14 @@ class SqliteSessionStore:
         return await self.database.read(work)
 
     async def acquire(
-        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+        self,
+        key: SessionKey,
+        *,
+        holder: str,
+        lease_s: float,
+        known: KnownVersion | None = None,
+        start: TurnStart | None = None,
+        max_records: int = 1,
     ) -> LeasedSession:
         processes = self.database.processes
 
@@ -168,11 +182,13 @@ class SqliteSessionStore:
                 tail = get_tail(connection, head)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
                 retained = get_retained(connection, head)
-                if known == (head.created_at, head.version):
-                    stored = StoredSession(head=head, snapshot=None, tail=tail)
-                    return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=True)
-                raw = get_snapshot(connection, key, head.snapshot_version)
-            return LeasedSession(lease=lease, stored=checked(head, raw, tail), retained=retained)
+                record = None
+                if start is not None:
+                    record = find_or_begin(connection, head, start, max_records=max_records, now=now)
+                is_known = known == (head.created_at, head.version)
+                raw = None if is_known else get_snapshot(connection, key, head.snapshot_version)
+            stored = StoredSession(head=head, snapshot=None, tail=tail) if is_known else checked(head, raw, tail)
+            return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=is_known, record=record)
 
         return await self.database.write(work)
 

@@ -42,8 +42,7 @@ class SqliteTurns:
             with unsynced_transaction(connection):
                 now = self._clock()
                 head = held_head(connection, lease, now)
-                found = _find_for(connection, head, start, now)
-                return found or _begin(connection, head, start, max_records=max_records, now=now)
+                return find_or_begin(connection, head, start, max_records=max_records, now=now)
 
         return await self._database.write(work)
 
@@ -119,6 +118,14 @@ class SqliteTurns:
                 return _find(connection, head.key, turn_id, now, 0, left_s)
 
         return await self._database.write(work)
+
+
+def find_or_begin(
+    connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
+) -> TurnRecord:
+    """See `TurnStore.begin_turn`; inside the caller's transaction, which holds the lease."""
+    found = _find_for(connection, head, start, now)
+    return found or _begin(connection, head, start, max_records=max_records, now=now)
 
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:

@@ -5,11 +5,12 @@ import contextlib
 import gc
 import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, SessionBusy, StoreUnavailable
-from service.stores.sessions.base import Commit, KnownVersion, Lease, LeasedSession, NewSession
+from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
@@ -35,10 +36,8 @@ class Store(SqliteSessionStore):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def acquire(
-        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
-    ) -> LeasedSession:
-        leased = await super().acquire(key, holder=holder, lease_s=lease_s, known=known)
+    async def acquire(self, key: SessionKey, **options: Any) -> LeasedSession:
+        leased = await super().acquire(key, **options)
         self.is_acquired.set()
         await self.may_answer.wait()
         return leased

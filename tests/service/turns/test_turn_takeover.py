@@ -20,6 +20,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
+from service.turns.codec import decode_tokens
 from service.turns.turn import Turn, TurnOutcome, TurnSource
 from service.turns.turns import TurnRegistry
 from tests.support.fakes import FakeBackend, state_after
@@ -120,7 +121,7 @@ async def written(store: SqliteSessionStore, process: Process, num_tokens: int) 
     process.backend.release(num_tokens)
     while True:
         chunks = (await record_of(store)).chunks
-        if sum(chunk.count(b"],[") + 1 for chunk in chunks) >= num_tokens:
+        if sum(len(decode_tokens(chunk)) for chunk in chunks) >= num_tokens:
             return
         await asyncio.sleep(0.005)
 

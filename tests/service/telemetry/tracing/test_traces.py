@@ -131,7 +131,7 @@ async def test_a_turn_is_one_trace_through_store_and_engine(spans: Spans) -> Non
         assert '"error"' not in response.text
         outer = await spans.wait_for("POST /v1/sessions/{session_id}/generate")
     assert (outer.attributes or {})["gen_ai.conversation.id"] == "s1"
-    assert {"store acquire", "store begin_turn", "store commit", "text_completion fake-nsm"} <= set(spans.names())
+    assert {"store acquire", "store commit", "text_completion fake-nsm"} <= set(spans.names())
     assert len({span.context.trace_id for span in spans.all}) == 1
     acquire = spans.named("store acquire")
     assert parent_of(acquire) == outer.context.span_id
