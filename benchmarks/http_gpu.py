@@ -2,8 +2,9 @@
 
 It starts `nsm serve` with the options after `--serve`, in processes of its own, and reads the streams from sockets in
 others. Prompts are random words of the test books, so that no prefix repeats. First so many streams at once, then turns
-of sessions. "first": from the request to the first piece of text; "gap": between two pieces of one stream, of which a
-busy server's have several tokens. CPU time is that of all processes of the server, for a token.
+of sessions, then streams beside which long prompts come one after the other. "first": from the request to the first
+piece of text; "gap": between two pieces of one stream, of which a busy server's have several tokens. CPU time is that of
+all processes of the server, for a token.
 
 On a GPU: `python -m benchmarks.http_gpu --serve "--device cuda --workers 4"`; on a CPU take small numbers.
 """
@@ -41,17 +42,25 @@ URL = re.compile(r"serving .* on http://([^:\s]+):(\d+)")
 TEXT = b'"text":"'
 NO_TEXT = b'"text":""'
 USAGE = re.compile(rb'"completion_tokens":(\d+)')
+PROMPT = re.compile(rb'"prompt_tokens":(\d+)')
 START_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One measurement: `number` at once, spread over client processes; `turns` of each session, 0 for streams."""
+    """One measurement: `number` at once, spread over client processes; `turns` of each session, 0 for streams.
+
+    `num_each`: sessions that each of them has turns of, one after the other. `prompts_each`: long prompts that each
+    process sends beside its streams, one after the other, of `prompt_words` words; they are not among what was seen.
+    """
 
     number: int
     num_tokens: int
     num_words: int
     turns: int = 0
+    num_each: int = 1
+    prompts_each: int = 0
+    prompt_words: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +72,7 @@ class Seen:
     num_tokens: int = 0
     num_turns: int = 0
     num_failed: int = 0
+    num_prompt_tokens: int = 0  # of the long prompts
 
     def add(self, other: Seen) -> None:
         self.firsts += other.firsts
@@ -70,6 +80,7 @@ class Seen:
         self.num_tokens += other.num_tokens
         self.num_turns += other.num_turns
         self.num_failed += other.num_failed
+        self.num_prompt_tokens += other.num_prompt_tokens
 
 
 class Reader(asyncio.Protocol):
@@ -79,7 +90,7 @@ class Reader(asyncio.Protocol):
         self._request = request
         self._tail = b""
         self.times: list[float] = []
-        self.num_tokens = 0
+        self.num_tokens = self.num_prompt_tokens = 0
         self.is_whole = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -94,6 +105,8 @@ class Reader(asyncio.Protocol):
         if self._tail.endswith(b"0\r\n\r\n") and not self.ended.done():
             found = USAGE.search(self._tail)
             self.num_tokens = int(found[1]) if found else 0
+            read = PROMPT.search(self._tail)
+            self.num_prompt_tokens = int(read[1]) if read else 0
             self.is_whole = found is not None and b"data: [DONE]" in self._tail
             self.ended.set_result(None)
 
@@ -121,20 +134,31 @@ class Client:
         seen, times = self.seen, reader.times
         seen.num_failed += not reader.is_whole
         seen.num_tokens += reader.num_tokens
+        seen.num_prompt_tokens += reader.num_prompt_tokens
         seen.firsts += times[:1]
         seen.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
 
     async def session(self, load: Load) -> None:
-        """A session of its own, turn after turn."""
-        name = f"bench-{self._draw.getrandbits(60):x}"
-        await self._create(name)
+        """Sessions of its own, turn after turn, each in its turn."""
+        names = [f"bench-{self._draw.getrandbits(60):x}" for _ in range(load.num_each)]
+        for name in names:
+            await self._create(name)
         for _ in range(load.turns):
-            body = {"input": self._prompt(load.num_words), "max_tokens": load.num_tokens}
-            await self.stream(f"/v1/sessions/{name}/generate", body)
-            self.seen.num_turns += 1
+            for name in names:
+                body = {"input": self._prompt(load.num_words), "max_tokens": load.num_tokens}
+                await self.stream(f"/v1/sessions/{name}/generate", body)
+                self.seen.num_turns += 1
 
     async def completion(self, load: Load) -> None:
         await self.stream("/v1/completions", {"prompt": self._prompt(load.num_words), "max_tokens": load.num_tokens})
+
+    async def prompts(self, load: Load) -> None:
+        """Long prompts beside the streams: one token is sampled of each."""
+        beside = Client(self._address, self._draw.getrandbits(32))
+        for _ in range(load.prompts_each):
+            await beside.stream("/v1/completions", {"prompt": beside._prompt(load.prompt_words), "max_tokens": 1})
+        self.seen.num_failed += beside.seen.num_failed
+        self.seen.num_prompt_tokens += beside.seen.num_prompt_tokens
 
     async def _create(self, name: str) -> None:
         reader, writer = await asyncio.open_connection(*self._address)
@@ -158,7 +182,8 @@ def client_process(address: tuple[str, int], seed: int, load: Load, number: int,
 
     async def run(client: Client) -> None:
         work = client.session if load.turns else client.completion
-        await asyncio.gather(*(work(load) for _ in range(number)))
+        beside = [client.prompts(load)] if load.prompts_each else []
+        await asyncio.gather(*(work(load) for _ in range(number)), *beside)
 
     client = Client(address, seed)
     pipe.send("ready")
@@ -263,6 +288,7 @@ def figures_of(seen: Seen, wall_s: float, cpu_s: float) -> dict[str, float]:
         "tokens_per_piece": seen.num_tokens / max(1, len(seen.firsts) + len(seen.gaps)),
         "cpu_us_per_token": cpu_s / max(1, seen.num_tokens) * 1e6,
         "num_failed": seen.num_failed,
+        "prompt_tokens_per_s": seen.num_prompt_tokens / wall_s,
     }
 
 
@@ -279,7 +305,7 @@ HEAD = (
 
 def row_of(load: Load, found: dict[str, float]) -> str:
     """A line of the table."""
-    kind = "sessions" if load.turns else "streams"
+    kind = "sessions" if load.turns else "+prompts" if load.prompts_each else "streams"
     first = f"{found['first_ms_p50']:.0f} / {found['first_ms_p95']:.0f}"
     gap = f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f}"
     return (
@@ -297,13 +323,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sessions", type=int, default=256, help="at once; 0: none")
     parser.add_argument("--turns", type=int, default=4, help="of each session")
     parser.add_argument("--turn-tokens", type=int, default=64)
+    parser.add_argument("--sessions-each", type=int, nargs="*", default=[1], help="of each of those at once, in turns")
+    parser.add_argument("--beside", type=int, default=0, help="streams with long prompts beside them; 0: none")
+    parser.add_argument("--beside-tokens", type=int, default=1024, help="of each of those streams")
+    parser.add_argument("--prompt-words", type=int, default=650, help="of each long prompt, about 1,000 tokens")
+    parser.add_argument("--prompts", type=int, default=8, help="that each client process sends beside its streams")
     parser.add_argument("--clients", type=int, default=4, help="processes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     loads = [Load(number=number, num_tokens=args.tokens, num_words=args.words) for number in args.streams]
     if args.sessions:
         turn = {"num_tokens": args.turn_tokens, "num_words": args.words, "turns": args.turns}
-        loads.append(Load(number=args.sessions, **turn))
+        loads += [Load(number=args.sessions, num_each=each, **turn) for each in args.sessions_each]
+    if args.beside:
+        plain = Load(number=args.beside, num_tokens=args.beside_tokens, num_words=args.words)
+        loads += [plain, dataclasses.replace(plain, prompts_each=args.prompts, prompt_words=args.prompt_words)]
     rows = []
     with served(shlex.split(args.serve)) as server:
         print(f"started in {server.start_s:.1f} s")

@@ -14,7 +14,8 @@ class ModelInfo:
     `fingerprint`: hash over config, weights and tokenizer. `numerics`: device kind, dtype and kernel build, the class
     within which equal input gives equal bits. `state_bytes`: size of one state, constant for ever; `state_layout`: its
     tensors in order (`StateSpec.layout()`), for a snapshot's header. `replays_exactly`: a state that is made again by
-    reading a log has the same bits, however the log was cut when it was read and sampled.
+    reading a log has the same bits, however the log was cut when it was read and sampled; `replays_singly`: for that,
+    its sampled tokens are read one by one, as fast as they are sampled (`GenerationRequest.sampled_at`).
     """
 
     name: str
@@ -27,3 +28,4 @@ class ModelInfo:
     state_layout: tuple[TensorLayout, ...]
     chat_template: str
     replays_exactly: bool = False
+    replays_singly: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -159,7 +160,8 @@ def make_local_backend(settings: Settings) -> LocalBackend:
     from service.backends.local import LocalBackend
 
     def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
-        config = engine_config(settings.engine_limits(), loaded)
+        held_bytes = settings.state_cache_mb * 2**20 * max(1, settings.workers)
+        config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), held_state_bytes=held_bytes)
         meter = meter_of(loaded.device) if settings.energy else None
         with naming("executor", only=ConfigError):
             return LocalBackend(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsm_core.engine.active_requests import ActiveRequests
+from nsm_core.engine.held_states import HeldStates
 from nsm_core.engine.output import OutputStep, StopMatch
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
@@ -46,10 +47,11 @@ class ResultApplier:
         blockers: OverlapBlockers,
         token_rows: TokenRows,
         tokenizer: Tokenizer,
+        held: HeldStates,
         clock: Callable[[], float],
     ) -> None:
         self._active, self._scheduler, self._runner, self._stats = active, scheduler, runner, stats
-        self._shared = shared
+        self._shared, self._held = shared, held
         self._speculation, self._blockers = speculation, blockers
         self._token_rows = token_rows
         self._batches: list[TokenBatch] = []
@@ -253,7 +255,8 @@ class ResultApplier:
         slot = sequence.slot
         if not sequence.request.keep_state or slot is None or reason in (FinishReason.ABORT, FinishReason.ERROR):
             return None
-        return make_end_state(self._runner, sequence, slot, stop, self._tokenizer)
+        held = self._held if sequence.request.hold_state else None
+        return make_end_state(self._runner, sequence, slot, stop, self._tokenizer, held=held)
 
 
 def _sampled_of(sequence: RunningSequence, token_id: int) -> Sampled:
@@ -263,13 +266,19 @@ def _sampled_of(sequence: RunningSequence, token_id: int) -> Sampled:
 
 
 def make_end_state(
-    runner: Runner, sequence: RunningSequence, slot: int, stop: StopMatch | None, tokenizer: Tokenizer
+    runner: Runner,
+    sequence: RunningSequence,
+    slot: int,
+    stop: StopMatch | None,
+    tokenizer: Tokenizer,
+    *,
+    held: HeldStates | None = None,
 ) -> EndState:
     """The state and the log that agree with the visible text, for a session. `stop`: None if max_tokens ended the turn.
 
     The state is that of one run over the log's ids, whatever ended the turn: fed tokens of a stop string are rewound,
     and a token that the stop string cut in the middle is replaced by the ids of its visible bytes. May change the state
-    in `slot`: this is the turn's last use of it.
+    in `slot`: this is the turn's last use of it. `held`: where the state stays, instead of leaving as bytes.
     """
     num_sampled = len(sequence.sampled)
     num_whole = num_sampled if stop is None else num_sampled - stop.num_dropped
@@ -289,7 +298,8 @@ def make_end_state(
     runner.feed(slot, unread, since=earlier)
     new_ids = (*sequence.request.prompt_ids, *visible_ids)
     return EndState(
-        state=runner.pack(slot, is_complete=not unread and earlier is None),
+        state=b"" if held is not None else runner.pack(slot, is_complete=not unread and earlier is None),
+        held=None if held is None else held.hold(runner.copy(slot)),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

@@ -13,6 +13,7 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.active_requests import ActiveRequests
 from nsm_core.engine.apply import Events as Events
 from nsm_core.engine.apply import ResultApplier
+from nsm_core.engine.held_states import HeldStates
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import FinishReason, GenerationRequest
 from nsm_core.engine.request_check import RequestCheck
@@ -28,13 +29,14 @@ from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
 from nsm_core.engine.token_rows import TokenBatch, TokenRows
 from nsm_core.engine.token_text import TokenText
-from nsm_core.errors import InvalidRequest, StepFailed
+from nsm_core.errors import EngineDead, InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.grammars.compiler import GrammarCompiler
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.model.observer import ModelObserver
+from nsm_core.state.spec import State
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 
@@ -78,6 +80,8 @@ class Engine:
         made = executor(model, num_rows=config.max_slots, poison=poison)
         # With savepoints any cut of a text gives the same bits: see Executor.savepoint
         self.replays_exactly = made.savepoint is not None
+        # Others give a log the same bits if what was sampled is read as it was sampled: see `sampled_at`
+        self.replays_singly = made.savepoint is None and made.prompt_unit > 1
         self._scheduler = Scheduler(
             max_slots=config.max_slots,
             token_budget=config.token_budget,
@@ -88,6 +92,9 @@ class Engine:
         self.may_overlap = overlap is not None  # only then are there plain tokens for `take_tokens`
         self._token_rows = TokenRows(config.max_slots, tokenizer.vocab_size)
         self._runner = Runner(made, self._token_rows)
+        self.held = HeldStates(
+            model.state_spec, next(iter(made.initial.values())).device, max_bytes=config.held_state_bytes
+        )
         self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
@@ -112,6 +119,7 @@ class Engine:
             blockers=self._blockers,
             token_rows=self._token_rows,
             tokenizer=tokenizer,
+            held=self.held,
             clock=clock,
         )
 
@@ -155,9 +163,19 @@ class Engine:
         sequence = RunningSequence(
             request, self._tokenizer, self._clock() if arrival is None else arrival, matcher, tag
         )
+        sequence.shared_start = self._held_start(request)
         self._shared.queue(sequence)
         self._active.add(sequence)
         self._rest.used()
+
+    def _held_start(self, request: GenerationRequest) -> State | None:
+        """Raises EngineDead if the state is not here: of an engine that has ended, or it had to go."""
+        if request.resume is None or request.resume.held is None:
+            return None
+        state = self.held.take(request.resume.held)
+        if state is None:
+            raise EngineDead("the engine does not hold the state any more that the request starts from: try again")
+        return state
 
     def cancel(self, request_id: str) -> None:
         """The request ends with `abort` before the next step; an unknown id is ignored."""

@@ -27,14 +27,16 @@ class FinishReason(enum.StrEnum):
 class Resume:
     """A stored state to start from.
 
-    `state`: the tensors of one sequence as bytes (`StateSpec.pack`). `position`: the number of tokens fed to reach it.
-    `fingerprint`: of the model that made it. `generated_counts`: the session's count of each sampled token (penalties).
+    `state`: the tensors of one sequence as bytes (`StateSpec.pack`), empty if `held` names one that the engine holds.
+    `position`: the number of tokens fed to reach it. `fingerprint`: of the model that made it. `generated_counts`: the
+    session's count of each sampled token (penalties).
     """
 
     state: bytes
     position: int
     fingerprint: str
     generated_counts: Mapping[int, int]
+    held: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class GenerationRequest:
     them as if it had not been interrupted. They count as output (penalties, stop strings, max_tokens) and have no
     events. `include_routing`: whether its TokenEvents carry the routing of the model's states. `shared_prompt`: of
     requests that are submitted together; one of them reads the prompt for all, and no event of any of them is changed.
-    `owner`: owners share the reading of prompts; Triton servers do not learn it.
+    `owner`: owners share the reading of prompts; Triton servers do not learn it. `hold_state`: the end state stays with
+    the engine (`EndState.held`). `sampled_at`: [start, stop) of tokens of the prompt that were sampled once, in order;
+    an executor that `reads_sampled_singly` reads them as it did then, one by one.
     """
 
     request_id: str
@@ -82,6 +86,8 @@ class GenerationRequest:
     include_routing: bool = False
     shared_prompt: SharedPrompt | None = None
     owner: str = ""
+    hold_state: bool = False
+    sampled_at: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_free_text(self) -> bool:
@@ -155,7 +161,8 @@ class EndState:
     `new_ids`: prompt_ids and the visible sampled tokens, for the token log; the caller removes a leading pending token
     that the log already has. Tokens of a stop string or stop id are not visible and not included. `pending`: the last
     of `new_ids` if it was not fed, else None. `position`: tokens fed to reach `state`; always resumed position +
-    len(new_ids) - (pending is not None).
+    len(new_ids) - (pending is not None). `held`: the number under which the engine holds the state, if that was asked;
+    then `state` is empty.
     """
 
     state: bytes
@@ -163,6 +170,15 @@ class EndState:
     pending: int | None
     new_ids: tuple[int, ...]
     generated_counts: Mapping[int, int]
+    held: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedState:
+    """A state that an engine holds under `number`. `about`: what whoever named it tells of it."""
+
+    number: int
+    about: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

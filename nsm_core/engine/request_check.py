@@ -81,7 +81,7 @@ class RequestCheck:
     def _check_resume(self, resume: Resume) -> None:
         if resume.fingerprint != self.fingerprint:
             raise StateMismatch(f"the state was made by model {resume.fingerprint}, this is model {self.fingerprint}")
-        position = self.spec.read_position(resume.state)
+        position = resume.position if resume.held is not None else self.spec.read_position(resume.state)
         if position != resume.position:
             raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
         if not 0 <= position <= MAX_POSITION:  # draws count positions, and a client may have made the bytes

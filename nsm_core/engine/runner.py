@@ -207,6 +207,11 @@ class Runner:
             return self.pool.pack(slot)
 
     @torch.inference_mode()
+    def copy(self, slot: int) -> State:
+        """The slot's state [1, *shape] on its device, as the pool holds it, without waiting for anything."""
+        return self.pool.copy_as_held(slot)
+
+    @torch.inference_mode()
     def pack_copy(self, state: State) -> bytes:
         """A copy [1, *shape] from a step that has been waited for, as bytes."""
         with self._side_stream():
@@ -220,7 +225,10 @@ class Runner:
         """The slot reads `ids` (maybe none) on top of `since` [1, *shape], or of its own state."""
         if since is not None:
             self.pool.write(slot, since)
-        if ids:
+        if self._executor.prompt_unit > 1:  # as they are read when they are sampled
+            for token_id in ids:
+                self._executor.step((slot,), (token_id,))
+        elif ids:
             self._executor.read((slot,), (ids,))
 
     def _read_one_each(

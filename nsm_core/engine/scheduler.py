@@ -71,7 +71,8 @@ class _Progress:
     @property
     def next_boundary(self) -> int:
         """The latest end of the next chunk."""
-        return next((boundary for boundary in self.boundaries if boundary > self.num_read), self.prompt_len)
+        index = bisect.bisect_right(self.boundaries, self.num_read)
+        return self.boundaries[index] if index < len(self.boundaries) else self.prompt_len
 
 
 class Scheduler:

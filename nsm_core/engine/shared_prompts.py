@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from nsm_core.engine.prompt_cuts import cuts_of
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
@@ -120,12 +121,14 @@ class SharedPrompts:
             del self._by_name[request.shared_prompt.name]
 
     def _add(self, sequence: RunningSequence, *, boundaries: tuple[int, ...], is_held: bool = False) -> None:
+        request, length = sequence.request, len(sequence.read_ids)
+        sampled_at = (*request.sampled_at, (len(request.prompt_ids), length))
         self._scheduler.add(
-            sequence.request.request_id,
-            prompt_len=len(sequence.read_ids),
-            boundaries=boundaries,
+            request.request_id,
+            prompt_len=length,
+            boundaries=cuts_of(length, sampled_at, wanted=boundaries, unit=self._unit),
             is_held=is_held,
-            owner=sequence.request.owner,
+            owner=request.owner,
         )
 
     def _read_to_its_end(self, sequence: RunningSequence, chunk: Chunk) -> _Shared | None:
@@ -151,8 +154,9 @@ def _may_share(sequence: RunningSequence, shared: _Shared) -> bool:
     return is_same and is_after and _start_of(request) == _start_of(other)
 
 
-def _start_of(request: GenerationRequest) -> tuple[int, bytes] | None:
-    return None if request.resume is None else (request.resume.position, request.resume.state)
+def _start_of(request: GenerationRequest) -> tuple[int, bytes, int | None] | None:
+    resume = request.resume
+    return None if resume is None else (resume.position, resume.state, resume.held)
 
 
 def _with(length: int, positions: tuple[int, ...]) -> tuple[int, ...]:

@@ -106,6 +106,11 @@ class StatePool:
         """The row's state [1, *shape], in memory of its own."""
         return {name: tensor.clone() for name, tensor in self.gather((row,)).items()}
 
+    def copy_as_held(self, row: int) -> State:
+        """`copy` in the dtypes of the pool, for a later `write` of the same bits."""
+        self.check_leased((row,))
+        return {name: tensor[row : row + 1].clone() for name, tensor in self._storage.items()}
+
     def pack(self, row: int) -> bytes:
         """The row's state as `StateSpec.pack` writes it."""
         self.check_leased((row,))

@@ -166,13 +166,17 @@ def _parse_sampler(fields: Any) -> SamplerState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An immutable state off the device: the header, and the tensors' bytes as they run (`StateSpec.pack`)."""
+    """An immutable state: the header, and the tensors' bytes as they run (`StateSpec.pack`).
+
+    `held`: the number under which an engine holds it instead. Then `state` is empty, and it cannot be encoded.
+    """
 
     header: SnapshotHeader
     state: bytes
+    held: int | None = None
 
     def __post_init__(self) -> None:
-        want, got = self.header.state_bytes, len(self.state)
+        want, got = self.header.state_bytes if self.held is None else 0, len(self.state)
         require(want == got, f"the layout has {want} bytes, the state {got}")
 
     def encode(self, *, is_packed: bool = False) -> bytes:
@@ -192,6 +196,8 @@ class Snapshot:
 
     def _at_rest(self) -> tuple[SnapshotHeader, bytes]:
         header = self.header
+        if self.held is not None:
+            raise ValueError("the engine holds this state: it must be fetched first")
         try:
             return header, encode_state(header.layout, self.state, header.stored_format)
         except NumericalError:  # a turn must not fail because a coarser dtype lacks the range

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nsm_core.engine.request import Finished, GenerationRequest, PromptScored, PromptState, TokenEvent
+from nsm_core.engine.request import Finished, GenerationRequest, NamedState, PromptScored, PromptState, TokenEvent
 from nsm_core.errors import NsmError
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
@@ -63,6 +63,34 @@ class AskGrammar(msgspec.Struct, tag=True, array_like=True):
     grammar: Grammar
 
 
+class FetchState(msgspec.Struct, tag=True, array_like=True):
+    """`HoldsStates.fetch_state`."""
+
+    number: int
+    held: int
+
+
+class FindState(msgspec.Struct, tag=True, array_like=True):
+    """`HoldsStates.find_state`."""
+
+    number: int
+    name: str
+
+
+class NameState(msgspec.Struct, tag=True, array_like=True):
+    """`HoldsStates.name_state`."""
+
+    name: str
+    held: int
+    about: bytes
+
+
+class ForgetState(msgspec.Struct, tag=True, array_like=True):
+    """`HoldsStates.forget_state`."""
+
+    name: str
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True):
     """The first message of an engine's process. `tokenizer`: as JSON."""
 
@@ -110,10 +138,13 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     number: int
     state: StateReport | None = None
     layers: tuple[LayerReport, ...] = ()
+    raw: bytes | None = None
+    named: NamedState | None = None
     error: NsmError | None = None
 
 
-ToEngine = Submit | Cancel | AskState | AskText | AskGrammar
+Question = AskState | AskText | AskGrammar | FetchState | FindState
+ToEngine = Submit | Cancel | NameState | ForgetState | Question
 ToGateway = Hello | CannotStart | Step | Status | Answer
 
 

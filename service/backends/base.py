@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.engine.request import Event, GenerationRequest, NamedState
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
@@ -123,6 +123,32 @@ class InferenceBackend(Protocol):
 
     def stats(self) -> EngineStats:
         """A consistent copy of the engine's counters."""
+        ...
+
+
+@runtime_checkable
+class HoldsStates(Protocol):
+    """What a backend has besides, if its engine can hold states between requests (`GenerationRequest.hold_state`)."""
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether that is better than to take the bytes along."""
+        ...
+
+    async def fetch_state(self, number: int) -> bytes | None:
+        """The bytes of a held state; None if the engine does not hold it any more. Raises EngineDead."""
+        ...
+
+    async def find_state(self, name: str) -> NamedState | None:
+        """The state that was named so last, by whatever gateway of the engine. Raises EngineDead."""
+        ...
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        """Gives a held state a name; the state that had it goes."""
+        ...
+
+    def forget_state(self, name: str) -> None:
+        """The state of that name goes, if there is one."""
         ...
 
 

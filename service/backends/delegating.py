@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.request import GenerationRequest, NamedState
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import Generation, InferenceBackend
+from service.backends.base import Generation, HoldsStates, InferenceBackend
 
 
 class DelegatingBackend:
@@ -46,6 +46,24 @@ class DelegatingBackend:
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._backend.check_grammar(grammar)
+
+    @property
+    def holds_states(self) -> bool:
+        return isinstance(self._backend, HoldsStates) and self._backend.holds_states
+
+    async def fetch_state(self, number: int) -> bytes | None:
+        return await self._backend.fetch_state(number) if isinstance(self._backend, HoldsStates) else None
+
+    async def find_state(self, name: str) -> NamedState | None:
+        return await self._backend.find_state(name) if isinstance(self._backend, HoldsStates) else None
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        if isinstance(self._backend, HoldsStates):
+            self._backend.name_state(name, number, about)
+
+    def forget_state(self, name: str) -> None:
+        if isinstance(self._backend, HoldsStates):
+            self._backend.forget_state(name)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

@@ -10,7 +10,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle, TakeTokens
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.request import GenerationRequest, NamedState
 from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
@@ -64,6 +64,10 @@ class LocalBackend:
             probe=probe_of(chosen.model),
         )
         self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics, replays_exactly=engine.replays_exactly)
+        if engine.replays_singly:
+            self._model = dataclasses.replace(self._model, replays_exactly=True, replays_singly=True)
+        self._held = engine.held
+        self._is_on_gpu = loaded.device.type == "cuda"
         self._engine = AsyncEngine(engine, pace=StreamPace(max_interval_s))
         self._meter = meter
         self._inspecting = asyncio.Lock()
@@ -102,6 +106,23 @@ class LocalBackend:
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._engine.check_grammar(grammar)
+
+    @property
+    def holds_states(self) -> bool:
+        """On a CPU the bytes are as near."""
+        return self._is_on_gpu
+
+    async def fetch_state(self, number: int) -> bytes | None:
+        return await asyncio.to_thread(self._held.pack, number)
+
+    async def find_state(self, name: str) -> NamedState | None:
+        return self._held.find(name)
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        self._held.name(name, number, about)
+
+    def forget_state(self, name: str) -> None:
+        self._held.forget(name)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

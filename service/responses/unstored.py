@@ -86,7 +86,7 @@ async def _ask(opening: Opening, plan: TurnPlan, response_id: str, *, has_end: b
 async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:
     """The state at `position`; None when the session has none that can be used, and its log is to be read."""
     services, key = opening.scope.services, opening.scope.session_key(position.session_id)
-    backend, hot = services.backend, services.turns.keeper.find(key)
+    backend, hot = services.backend, await services.turns.keeper.find(key)
     if hot is not None:
         head = await services.store.get(key)
         if hot.known == (head.created_at, head.version) and head.version == position.version:

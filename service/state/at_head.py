@@ -16,7 +16,7 @@ from service.state.copies import SessionCopy
 from service.state.keeper import StateKeeper
 from service.state.prefill import read_on
 from service.state.resume import ResumedSession, resume
-from service.stores.sessions.base import StoredSession
+from service.stores.sessions.base import SessionHead, StoredSession
 
 
 async def with_head_state(
@@ -31,10 +31,8 @@ async def with_head_state(
     head = stored.head
     if head.has_snapshot_at_head:
         return stored
-    hot = None if keeper is None else keeper.find(head.key)
-    if hot is not None and hot.known == (head.created_at, head.version):
-        snapshot = hot.snapshot
-    else:
+    snapshot = None if keeper is None else await _kept(keeper, head)
+    if snapshot is None:
         found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
         if not isinstance(found, ResumedSession):
             return stored
@@ -58,6 +56,11 @@ async def copy_with_head_state(
     return dataclasses.replace(copy, head=complete.head, snapshot=complete.snapshot)
 
 
+async def _kept(keeper: StateKeeper, head: SessionHead) -> Snapshot | None:
+    hot = await keeper.find(head.key)
+    return await keeper.fetch(hot) if hot is not None and hot.known == (head.created_at, head.version) else None
+
+
 async def _read_tail(
     backend: InferenceBackend, start: ResumedSession, *, deadline: float, state_format: StateFormat
 ) -> Snapshot:
@@ -66,7 +69,12 @@ async def _read_tail(
         raise SnapshotCorrupt(f"the token log of session {head.session_id!r} has no seed")
     request_id = f"state-{uuid.uuid4().hex}"
     finished = await read_on(
-        backend, start.fed_ids, request_id=request_id, deadline=deadline, resume=start.resume_state()
+        backend,
+        start.fed_ids,
+        request_id=request_id,
+        deadline=deadline,
+        resume=start.resume_state(),
+        sampled_at=start.sampled_at,
     )
     if finished.end_state is None:
         raise finished.error or NsmError("the session's log could not be read again")

@@ -37,7 +37,8 @@ class HotState:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.snapshot.state) + ENTRY_BYTES
+        """Also where the engine holds the state: what it holds for this process is bounded here."""
+        return self.snapshot.header.state_bytes + ENTRY_BYTES
 
 
 class HotStates:

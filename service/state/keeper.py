@@ -20,10 +20,11 @@ from nsm_core.engine.request import Finished
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
+from service.state.engine_held import EngineHeld
 from service.state.hot_states import HotState, HotStates
 from service.state.reading_speed import ReadingSpeed
 from service.state.resume import ResumedSession
-from service.state.snapshot_writer import PendingSnapshot, SnapshotWriter
+from service.state.snapshot_writer import SnapshotWriter
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.telemetry.metrics.metrics import Metrics
@@ -68,9 +69,10 @@ class StateKeeper:
         self.state_format = state_format
         self._clock = clock
         self._states = HotStates(self._policy.max_bytes)
-        self._writer = SnapshotWriter(store, metrics, max_retained=max_retained, on_end=self._written)
+        self._engine = EngineHeld(backend)
+        self._writer = SnapshotWriter(store, metrics, max_retained=max_retained, on_end=self._written, fetch=self.fetch)
         self._under_way: dict[SessionKey, int] = {}  # versions whose snapshots the writer has
-        self._speed = ReadingSpeed(FIRST_TOKENS_PER_S)
+        self._speed: ReadingSpeed | None = None  # known when the backend has started
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -78,7 +80,13 @@ class StateKeeper:
         """Tokens to read again that are worth a snapshot."""
         if self._policy.limit is not None:
             return self._policy.limit
-        return max(MIN_LIMIT, round(REPLAY_S * self._speed.tokens_per_s))
+        return max(MIN_LIMIT, round(REPLAY_S * self._reading.tokens_per_s))
+
+    @property
+    def _reading(self) -> ReadingSpeed:
+        if self._speed is None:
+            self._speed = ReadingSpeed(FIRST_TOKENS_PER_S, is_single=self._backend.model.replays_singly)
+        return self._speed
 
     @property
     def model_class(self) -> tuple[str, str]:
@@ -95,9 +103,30 @@ class StateKeeper:
         is_exact = self._backend.model.replays_exactly and self.state_format is StateFormat.FP32
         return not is_exact or self._policy.limit == 0
 
-    def find(self, key: SessionKey) -> HotState | None:
-        """The session's state, if it is here; whoever uses it compares its version with the head's."""
-        return self._states.get(key)
+    async def find(self, key: SessionKey) -> HotState | None:
+        """The session's state, if it is here or in the engine; whoever uses it compares its version with the head's.
+
+        Raises EngineDead.
+        """
+        here = self._states.get(key)
+        if not self._engine.is_used:
+            return here
+        found = await self._engine.find(key, now=self._clock())
+        if found is None and here is not None and here.snapshot.held is not None:
+            self._states.remove(key)  # it had to go, or was another engine's
+            return None
+        return here if found is None or (here is not None and here.snapshot.held == found.snapshot.held) else found
+
+    async def fetch(self, hot: HotState) -> Snapshot | None:
+        """Its snapshot with the bytes; None if the engine had to give it up."""
+        snapshot = await self._engine.fetch(hot.snapshot)
+        if snapshot is None and self._states.get(hot.head.key) is hot:
+            self._states.remove(hot.head.key)
+        return snapshot
+
+    def is_held(self, start: ResumedSession) -> bool:
+        """Whether the turn that begins so leaves its state with the engine."""
+        return self._engine.is_used and self._policy.max_bytes > 0 and not self.is_due_with(start)
 
     def is_due_with(self, start: ResumedSession) -> bool:
         """Whether the turn that began so must commit its state."""
@@ -105,10 +134,11 @@ class StateKeeper:
 
     def committed(self, head: SessionHead, snapshot: Snapshot, *, num_replayed: int, finished: Finished) -> None:
         """A turn ended here in `snapshot`; `num_replayed`: tokens that it had to read again."""
-        self._speed.observe(finished)
+        self._reading.observe(finished)
         if self.state_format is not StateFormat.FP32:
             return  # the next turn must start from the rounded state
         hot = HotState(head, snapshot, self._clock())
+        self._engine.put(hot)
         self._put(hot)
         # Tokens were read again: the session's turns come from several processes
         is_moving = num_replayed > 0 and hot.num_unsaved > self.limit
@@ -129,16 +159,20 @@ class StateKeeper:
         if hot.head.num_log_tokens != source.num_log_tokens:
             return  # the copy ends inside the newest turn
         header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
-        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock(), is_unused_fork=True))
+        snapshot = dataclasses.replace(hot.snapshot, header=header)
+        forked = HotState(target, snapshot, self._clock(), is_unused_fork=True)
+        self._engine.put(forked)
+        self._put(forked)
 
     def offer(self, head: SessionHead, snapshot: Snapshot) -> None:
         """A state of the head that had to be computed: it is stored, if it spares enough."""
         if head.position - head.snapshot_position > self.limit and not self.is_always:
-            self._writer.add(PendingSnapshot(head, snapshot))
+            self._writer.add(HotState(head, snapshot, self._clock()))
 
     def forget(self, key: SessionKey) -> None:
         """The session is deleted, or was taken back."""
         self._states.remove(key)
+        self._engine.forget(key)
         self._writer.forget(key)
         self._under_way.pop(key, None)
         self._metrics.sessions.states_held(self._states.num_bytes)
@@ -165,7 +199,7 @@ class StateKeeper:
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version
-        self._writer.add(PendingSnapshot(hot.head, hot.snapshot))
+        self._writer.add(hot)
 
     def _written(self, key: SessionKey, head: SessionHead | None) -> None:
         self._under_way.pop(key, None)

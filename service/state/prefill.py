@@ -38,8 +38,9 @@ async def read_on(
     deadline: float,
     on_start: Callable[[Generation], None] = lambda generation: None,
     resume: Resume | None,
+    sampled_at: tuple[tuple[int, int], ...] = (),
 ) -> Finished:
-    """The same of `ids` that follow the state of `resume`."""
+    """The same of `ids` that follow the state of `resume`. `sampled_at`: see GenerationRequest."""
     request = GenerationRequest(
         request_id=request_id,
         prompt_ids=ids,
@@ -47,6 +48,7 @@ async def read_on(
         resume=resume,
         keep_state=True,
         deadline=deadline,
+        sampled_at=sampled_at,
     )
     generation = backend.submit(request)
     on_start(generation)

@@ -9,14 +9,22 @@ WEIGHT = 0.2  # of the newest reading in the mean
 
 
 class ReadingSpeed:
-    """A moving mean. `tokens_per_s`: until something was read."""
+    """A moving mean. `tokens_per_s`: until something was read. `is_single`: of tokens that are read one by one, which
+    takes as long as to sample them.
+    """
 
-    def __init__(self, tokens_per_s: float) -> None:
+    def __init__(self, tokens_per_s: float, *, is_single: bool = False) -> None:
         self.tokens_per_s = tokens_per_s
+        self._is_single = is_single
 
     def observe(self, finished: Finished) -> None:
         """The end of a request; one that read little tells nothing."""
-        num_read, timings = finished.prompt_tokens - finished.cached_tokens, finished.timings
-        if timings is None or not timings.prefill_s or num_read < MIN_TOKENS:
+        timings = finished.timings
+        if timings is None:
             return
-        self.tokens_per_s += WEIGHT * (num_read / timings.prefill_s - self.tokens_per_s)
+        if self._is_single:
+            number, seconds = finished.completion_tokens, timings.decode_s
+        else:
+            number, seconds = finished.prompt_tokens - finished.cached_tokens, timings.prefill_s or 0.0
+        if seconds and number >= MIN_TOKENS:
+            self.tokens_per_s += WEIGHT * (number / seconds - self.tokens_per_s)

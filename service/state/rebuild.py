@@ -24,12 +24,13 @@ class LostState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A session whose state is made again from its log, which has at least one token."""
+    """A session whose state is made again from its log, which has at least one token, and the marks of its turns."""
 
     reason: RebuildReason
     log_ids: tuple[int, ...]
     seed: int
     generated_counts: Mapping[int, int]
+    marks: tuple[LogMark, ...] = ()
 
 
 def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...], marks: Sequence[LogMark]) -> Replay:
@@ -40,9 +41,9 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
         )
     if lost.sampler is not None:
         seed, counts = lost.sampler.seed, lost.sampler.generated_counts
-        return Replay(reason=lost.reason, log_ids=log_ids, seed=seed, generated_counts=counts)
-    counts = sampled_counts(log_ids, marks)
-    return Replay(reason=lost.reason, log_ids=log_ids, seed=seed_of(marks), generated_counts=counts)
+    else:
+        seed, counts = seed_of(marks), sampled_counts(log_ids, marks)
+    return Replay(reason=lost.reason, log_ids=log_ids, seed=seed, generated_counts=counts, marks=tuple(marks))
 
 
 async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:

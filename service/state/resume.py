@@ -112,6 +112,23 @@ class ResumedSession:
         return self._known_ids[: -1 if self.pending_id is not None else None]
 
     @property
+    def sampled_at(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) of the tokens that were sampled, of those that the turn reads before its input. Also where
+        there are none between two versions, which were read apart.
+        """
+        if self.replay is not None:
+            start, marks = 0, self.replay.marks
+        else:
+            start, marks = self.position, self.tail.marks
+        is_first_pending = self.snapshot is not None and self.snapshot.header.pending_id is not None
+        spans = [(0, 1)] if is_first_pending and self._known_ids and self.replay is None else []
+        for mark in marks:
+            stop = mark.num_log_tokens - start
+            if 0 < stop <= len(self._known_ids):
+                spans.append((max(0, stop - mark.num_sampled), stop))
+        return tuple(spans)
+
+    @property
     def other_numerics(self) -> str | None:
         """The numerics class of the newest version, if not the one that runs: bits may differ from an unbroken run."""
         numerics = self.head.numerics or (self.snapshot.header.numerics if self.snapshot else "")
@@ -124,8 +141,10 @@ class ResumedSession:
             return self.head.energy_joules
         return self.snapshot.header.energy_joules if self.snapshot else 0.0  # the head's, of before it was kept there
 
-    def generation_request(self, turn: TurnRequest) -> GenerationRequest:
-        """The engine's request for `turn`; raises InvalidRequest when there is nothing to read."""
+    def generation_request(self, turn: TurnRequest, *, hold_state: bool = False) -> GenerationRequest:
+        """The engine's request for `turn`; raises InvalidRequest when there is nothing to read. `hold_state`: the state
+        stays with the engine.
+        """
         return GenerationRequest(
             request_id=turn.request_id,
             prompt_ids=self._prompt_ids(turn),
@@ -136,6 +155,8 @@ class ResumedSession:
             generated_counts=self.generated_counts if self.snapshot is None else {},
             include_routing=turn.include_routing,
             owner=turn.key.tenant,
+            hold_state=hold_state,
+            sampled_at=self.sampled_at,
         )
 
     def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:
@@ -180,6 +201,7 @@ class ResumedSession:
         header = self.snapshot.header
         return Resume(
             state=self.snapshot.state,
+            held=self.snapshot.held,
             position=header.position,
             fingerprint=header.model_fingerprint,
             generated_counts=self.generated_counts,
@@ -221,7 +243,7 @@ class ResumedSession:
             created_at=created_at,
             energy_joules=self.energy_joules + joules,
         )
-        return Snapshot(header, end.state)
+        return Snapshot(header, end.state, held=end.held)
 
 
 def resume_known(head: SessionHead, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession:

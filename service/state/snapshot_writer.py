@@ -6,13 +6,13 @@ A snapshot that is dropped or not stored costs the reading of tokens at a later 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.snapshot import Snapshot
+from service.state.hot_states import HotState
 from service.stores.sessions.base import LateSnapshot, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import NO_RETENTION, Retention, plan_retention
@@ -23,18 +23,10 @@ logger = logging.getLogger("nsm.snapshots")
 MAX_PENDING_BYTES = 256 * 1024 * 1024  # of states that wait
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PendingSnapshot:
-    """`head`: of the session when it had this state."""
-
-    head: SessionHead
-    snapshot: Snapshot
-
-
 class SnapshotWriter:
     """`on_end(key, head)` is called after each: with the head that names the snapshot, or None where it was not stored.
 
-    `max_retained`: how many older snapshots a session keeps.
+    `max_retained`: how many older snapshots a session keeps. `fetch` gives a state with its bytes, or None.
     """
 
     def __init__(
@@ -44,17 +36,18 @@ class SnapshotWriter:
         *,
         max_retained: int,
         on_end: Callable[[SessionKey, SessionHead | None], None],
+        fetch: Callable[[HotState], Awaitable[Snapshot | None]],
         max_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._max_retained = max_retained
-        self._on_end = on_end
+        self._on_end, self._fetch = on_end, fetch
         self._max_bytes = max_bytes
-        self._pending: OrderedDict[SessionKey, PendingSnapshot] = OrderedDict()
+        self._pending: OrderedDict[SessionKey, HotState] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, pending: PendingSnapshot) -> None:
+    def add(self, pending: HotState) -> None:
         """Never blocks, never fails. It takes the place of the session's last one; too many at once: the oldest go."""
         key = pending.head.key
         self._pending[key] = pending
@@ -93,10 +86,14 @@ class SnapshotWriter:
         finally:
             self._task = None
 
-    async def _write(self, key: SessionKey, pending: PendingSnapshot) -> SessionHead | None:
+    async def _write(self, key: SessionKey, pending: HotState) -> SessionHead | None:
         header = pending.snapshot.header
         try:
-            raw = await asyncio.to_thread(pending.snapshot.encode, is_packed=True)
+            snapshot = await self._fetch(pending)
+            if snapshot is None:
+                self._metrics.sessions.snapshot_ended("dropped")
+                return None
+            raw = await asyncio.to_thread(snapshot.encode, is_packed=True)
             late = LateSnapshot(
                 created_at=pending.head.created_at,
                 version=header.version,

@@ -57,8 +57,9 @@ class TurnAdmission:
         started = time.monotonic()
         start = None if request is None else self.start_of(request)
         with _count_failures(self.metrics), _naming_version():
+            hot = await self.keeper.find(key)
             held = await self.leases.take(
-                key, on_lost=turn.stop, hot=self.keeper.find(key), start=start, max_records=self.max_records
+                key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records
             )
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
@@ -84,7 +85,8 @@ class TurnAdmission:
             num_own_bytes = 0 if held.record is None else len(held.record.request)
             await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=num_own_bytes)
             start = await self._resume(held, request)
-            return self._submit(turn, held, start, request, start.generation_request(request))
+            asked = start.generation_request(request, hold_state=self.keeper.is_held(start))
+            return self._submit(turn, held, start, request, asked)
         except BaseException:
             with contextlib.suppress(NsmError):
                 await held.forget_turn(request.request_id)
@@ -99,7 +101,7 @@ class TurnAdmission:
         tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
         start = await self._resume(held, request)
         generation_request = dataclasses.replace(
-            start.generation_request(request),
+            start.generation_request(request, hold_state=self.keeper.is_held(start)),
             request_id=f"{record.turn_id}/{held.fence}",
             sampled_ids=tuple(token.token_id for token in tokens),
         )

@@ -136,7 +136,7 @@ class TurnExecution:
             state_format=self.held.state_format,
             joules=joules_of((finished,)),
         )
-        has_snapshot = self.keeper.is_due_with(start)
+        has_snapshot = end.held is None and self.keeper.is_due_with(start)
 
         def encode() -> tuple[bytes | None, EndedTurn]:
             ended = self._ended(finished, tokens, commit_point=commit_point)

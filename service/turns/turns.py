@@ -215,8 +215,9 @@ class TurnRegistry:
         """
         self._require_open()
 
-        def take(turn: Turn) -> Awaitable[HeldLease]:
-            return self._leases.take(key, on_lost=turn.stop, hot=self.keeper.find(key) if is_hot else None)
+        async def take(turn: Turn) -> HeldLease:
+            hot = await self.keeper.find(key) if is_hot else None
+            return await self._leases.take(key, on_lost=turn.stop, hot=hot)
 
         return self._reserved(key, take, is_hot=is_hot)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsm_core.engine.generation_handle import GenerationHandle
-from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
+from nsm_core.engine.request import Event, GenerationRequest, NamedState, TokenEvent
 from nsm_core.engine.request_check import RequestCheck
 from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.engine.token_text import TokenText
@@ -140,6 +140,23 @@ class ProcessBackend:
         question = wire.AskText(next(self._numbers), state, tuple(ids), has_tokens)
         return (await self._ask(question)).layers
 
+    @property
+    def holds_states(self) -> bool:
+        """Megabytes need not cross processes."""
+        return True
+
+    async def fetch_state(self, number: int) -> bytes | None:
+        return (await self._ask(wire.FetchState(next(self._numbers), number))).raw
+
+    async def find_state(self, name: str) -> NamedState | None:
+        return (await self._ask(wire.FindState(next(self._numbers), name))).named
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        self._send(wire.NameState(name, number, about))
+
+    def forget_state(self, name: str) -> None:
+        self._send(wire.ForgetState(name))
+
     def is_ready(self) -> bool:
         return self._end is None and self._writer is not None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S
 
@@ -173,7 +190,7 @@ class ProcessBackend:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(b"".join(messages))
 
-    async def _ask(self, question: wire.AskState | wire.AskText | wire.AskGrammar) -> wire.Answer:
+    async def _ask(self, question: wire.Question) -> wire.Answer:
         """Raises what the engine raised, or EngineDead."""
         if self._writer is None:
             raise EngineDead("the engine's process is starting again")

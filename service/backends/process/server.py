@@ -17,15 +17,15 @@ from nsm_core.engine.token_rows import NUMBER_BITS, Ints
 from nsm_core.errors import EngineDead, NsmError
 from nsm_core.wire import local as wire
 from nsm_core.wire.step_collector import StepCollector
-from service.backends.base import InferenceBackend
+from service.backends.base import HoldsStates, InferenceBackend
 
 logger = logging.getLogger("nsm.engine")
 
 STATUS_S = 0.5  # between two accounts of the engine
 
 
-class HandleBackend(InferenceBackend, Protocol):
-    """A backend whose generations can be listened to."""
+class HandleBackend(InferenceBackend, HoldsStates, Protocol):
+    """A backend whose generations can be listened to, and whose engine holds states."""
 
     def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle: ...
 
@@ -103,6 +103,10 @@ class _Connection:
             message = await wire.read_to_engine(reader)
             if isinstance(message, wire.Submit):
                 self._submit(message.number, message.request)
+            elif isinstance(message, wire.NameState):
+                backend.name_state(message.name, message.held, message.about)
+            elif isinstance(message, wire.ForgetState):
+                backend.forget_state(message.name)
             elif isinstance(message, wire.Cancel):
                 handle = self._handles.get(message.number)
                 if handle is not None:
@@ -163,7 +167,7 @@ class _Connection:
             self._send(wire.Status(self._backend.stats(), self._num_others))
             await asyncio.sleep(STATUS_S)
 
-    async def _answer(self, question: wire.AskState | wire.AskText | wire.AskGrammar) -> None:
+    async def _answer(self, question: wire.Question) -> None:
         answer, backend = wire.Answer(question.number), self._backend
         try:
             if isinstance(question, wire.AskState):
@@ -171,6 +175,10 @@ class _Connection:
             elif isinstance(question, wire.AskText):
                 has_tokens = question.has_tokens
                 answer.layers = await backend.inspect_text(question.state, question.ids, has_tokens=has_tokens)
+            elif isinstance(question, wire.FetchState):
+                answer.raw = await backend.fetch_state(question.held)
+            elif isinstance(question, wire.FindState):
+                answer.named = await backend.find_state(question.name)
             else:
                 await backend.check_grammar(question.grammar)
         except NsmError as error:

@@ -190,14 +190,14 @@ async def test_a_fork_that_ends_inside_the_newest_turn_has_no_state_in_memory() 
         cut = dataclasses.replace(head, position=4, num_log_tokens=5)
         target = dataclasses.replace(cut, session_id="fork")
         harness.turns.keeper.copied(cut, target)
-        assert harness.turns.keeper.find(target.key) is None
+        assert await harness.turns.keeper.find(target.key) is None
 
 
 async def test_a_deleted_session_leaves_nothing_in_memory() -> None:
     async with make_harness(exact(), policy=POLICY) as harness:
         await harness.say(1, 2, 3)
         await harness.turns.delete(KEY)
-        assert harness.turns.keeper.find(KEY) is None
+        assert await harness.turns.keeper.find(KEY) is None
         assert harness.sample("nsm_state_cache_bytes") == 0.0
 
 

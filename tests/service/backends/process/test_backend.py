@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsm_core.engine.generation_handle import GenerationHandle
-from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.engine.request import Finished, GenerationRequest, NamedState, Resume
 from nsm_core.errors import ConfigError, EngineDead, Overloaded
 from nsm_core.tokenizer import Tokenizer
 from service.backends.process.backend import ProcessBackend
@@ -125,3 +126,39 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no model directory /none"):
             await ProcessBackend(tmp_path / "engine.sock").start()
         refusing.join()
+
+
+async def test_a_state_that_one_gateway_leaves_with_the_engine_is_gone_on_from_by_another(
+    tiny_tokenizer: Tokenizer,
+) -> None:
+    async with engine_socket(local_backend(tiny_tokenizer)) as path:
+        one, two = ProcessBackend(path), ProcessBackend(path)
+        await asyncio.gather(one.start(), two.start())
+        first = await end_of(one.submit(dataclasses.replace(request("a"), hold_state=True)))
+        plain = await end_of(one.submit(request("b")))
+        assert first.end_state is not None
+        assert plain.end_state is not None
+        held = first.end_state.held
+        assert held is not None
+        assert first.end_state.state == b""
+        assert await two.find_state("mine") is None
+        one.name_state("mine", held, b"about it")
+        found = await one.find_state("mine")
+        assert found is not None
+        assert (found, await two.find_state("mine")) == (NamedState(held, b"about it"), found)
+        assert await two.fetch_state(held) == plain.end_state.state
+
+        def resume(state: bytes, held: int | None) -> Resume:
+            return Resume(state=state, held=held, position=12, fingerprint=one.model.fingerprint, generated_counts={})
+
+        ends = [
+            await end_of(backend.submit(dataclasses.replace(request("c"), resume=start)))
+            for backend, start in ((two, resume(b"", held)), (one, resume(plain.end_state.state, None)))
+        ]
+        assert ends[0] == ends[1]
+        two.forget_state("mine")
+        assert await two.find_state("mine") is None
+        assert await one.fetch_state(held) is None
+        gone = await end_of(one.submit(dataclasses.replace(request("d"), resume=resume(b"", held))))
+        assert isinstance(gone.error, EngineDead)
+        await asyncio.gather(one.stop(), two.stop())

@@ -1,0 +1,112 @@
+"""States that stay with the engine: which are there, under what names, and what goes on from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nsm_core.engine.held_states import HeldStates
+from nsm_core.engine.request import EndState, Resume
+from nsm_core.errors import EngineDead
+from nsm_core.state.spec import State, StateSpec, TensorSpec
+from nsm_core.tokenizer import Tokenizer
+from tests.nsm_core.engine.harness import FINGERPRINT, make_engine, make_request, random_ids, run_one, small_model
+
+SPEC = StateSpec((TensorSpec("position", (), torch.int64), TensorSpec("memory", (3,), torch.float32)))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def state(number: int) -> State:
+    return {
+        "position": torch.tensor([number], device=DEVICE),
+        "memory": torch.full((1, 3), float(number), device=DEVICE),
+    }
+
+
+def held_states(max_states: int = 3, max_on_device: int = 10) -> HeldStates:
+    size = SPEC.num_bytes
+    return HeldStates(SPEC, DEVICE, max_bytes=max_states * size, max_device_bytes=max_on_device * size)
+
+
+def test_the_least_recently_used_states_go_with_their_names() -> None:
+    held = held_states(max_states=2)
+    first, second = held.hold(state(1)), held.hold(state(2))
+    held.name("one", first, b"about one")
+    held.name("two", second, b"about two")
+    assert held.take(first) is not None  # used again
+    third = held.hold(state(3))
+    assert (held.find("one"), held.find("two")) == (held._named["one"], None)
+    assert held.take(second) is None
+    assert held.pack(third) == SPEC.pack(state(3))
+    assert held.num_states == 2
+
+
+def test_a_name_moves_on_and_a_state_without_any_goes() -> None:
+    held = held_states()
+    first, second = held.hold(state(1)), held.hold(state(2))
+    held.name("one", first, b"1")
+    held.name("fork", first, b"1")
+    held.name("one", second, b"2")
+    found = held.find("fork")
+    assert found is not None
+    assert (found.number, held.num_states) == (first, 2)
+    held.forget("fork")
+    held.forget("fork")
+    assert (held.take(first), held.num_states) == (None, 1)
+    held.name("late", first, b"")  # it is not here any more
+    assert held.find("late") is None
+
+
+def test_numbers_of_another_engine_mean_nothing() -> None:
+    one, other = held_states(), held_states()
+    assert other.take(one.hold(state(1))) is None
+
+
+@pytest.mark.gpu
+def test_the_least_recently_used_move_to_the_host_and_back_with_their_bits() -> None:
+    held = held_states(max_states=8, max_on_device=2)
+    numbers = [held.hold(state(number)) for number in range(5)]
+    assert (held.num_states, held.num_on_device) == (5, 2)
+    for number, at in enumerate(numbers):
+        taken = held.take(at)
+        assert taken is not None
+        assert (taken["memory"].device.type, taken["memory"].tolist()) == ("cuda", [[float(number)] * 3])
+        assert held.pack(at) == SPEC.pack(state(number))
+
+
+@pytest.mark.parametrize("stop", [(), ("th",)])
+def test_a_turn_from_a_held_state_equals_one_from_its_bytes(tiny_tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    engine = make_engine(small_model(), tiny_tokenizer)
+    first = make_request("a", random_ids(1, 5), temperature=1.0, max_tokens=12, stop=stop)
+    by_bytes = run_one(engine, first).finished.end_state
+    by_number = run_one(engine, dataclasses.replace(first, hold_state=True)).finished.end_state
+    assert by_bytes is not None
+    assert by_number is not None
+    assert by_number.held is not None
+    assert engine.held.pack(by_number.held) == by_bytes.state
+    assert dataclasses.replace(by_number, state=by_bytes.state, held=None) == by_bytes
+    ends = []
+    for end in (by_bytes, by_number, by_number):  # it stays for another
+        ids = (*(() if end.pending is None else (end.pending,)), 7, 8)
+        ends.append(run_one(engine, make_request("b", ids, resume=resume_of(end), temperature=1.0)).finished.end_state)
+    assert ends[0] == ends[1] == ends[2]
+
+
+def resume_of(end: EndState) -> Resume:
+    return Resume(
+        state=end.state,
+        held=end.held,
+        position=end.position,
+        fingerprint=FINGERPRINT,
+        generated_counts=end.generated_counts,
+    )
+
+
+def test_a_request_from_a_state_that_has_gone_is_refused(tiny_tokenizer: Tokenizer) -> None:
+    engine = make_engine(small_model(), tiny_tokenizer)
+    resume = Resume(state=b"", held=5, position=3, fingerprint=FINGERPRINT, generated_counts={})
+    with pytest.raises(EngineDead, match="does not hold the state any more"):
+        engine.add(make_request("a", (1,), resume=resume))
+    assert not engine.has_work
