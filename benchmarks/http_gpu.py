@@ -3,8 +3,8 @@
 It starts `nsm serve` with the options after `--serve`, in processes of its own, and reads the streams from sockets in
 others. Prompts are random words of the test books, so that no prefix repeats. First so many streams at once, then turns
 of sessions, then streams beside which long prompts come one after the other. "first": from the request to the first
-piece of text; "gap": between two pieces of one stream, of which a busy server's have several tokens. CPU time is that of
-all processes of the server, for a token.
+piece of text; "gap": between two pieces of one stream, of which a busy server's have several tokens. CPU time is of all
+processes of the server, for a token.
 
 On a GPU: `python -m benchmarks.http_gpu --serve "--device cuda --workers 4"`; on a CPU take small numbers.
 """

@@ -129,6 +129,13 @@ class HeldStates:
         with self._lock:
             self._forget(name)
 
+    def drop(self, number: int) -> None:
+        """A state without a name goes. No error when it is not here."""
+        with self._lock:
+            entry = self._entries.get(number)
+            if entry is not None and not entry.names:
+                self._drop(number)
+
     def _forget(self, name: str, but: int | None = None) -> None:
         found = self._named.pop(name, None)
         if found is None or found.number == but:

@@ -91,6 +91,12 @@ class ForgetState(msgspec.Struct, tag=True, array_like=True):
     name: str
 
 
+class DropState(msgspec.Struct, tag=True, array_like=True):
+    """`HoldsStates.drop_state`."""
+
+    held: int
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True):
     """The first message of an engine's process. `tokenizer`: as JSON."""
 
@@ -144,7 +150,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 
 Question = AskState | AskText | AskGrammar | FetchState | FindState
-ToEngine = Submit | Cancel | NameState | ForgetState | Question
+ToEngine = Submit | Cancel | NameState | ForgetState | DropState | Question
 ToGateway = Hello | CannotStart | Step | Status | Answer
 
 

@@ -151,6 +151,10 @@ class HoldsStates(Protocol):
         """The state of that name goes, if there is one."""
         ...
 
+    def drop_state(self, number: int) -> None:
+        """A held state without a name goes, if it is there."""
+        ...
+
 
 @runtime_checkable
 class HasUpstreams(Protocol):

@@ -65,6 +65,10 @@ class DelegatingBackend:
         if isinstance(self._backend, HoldsStates):
             self._backend.forget_state(name)
 
+    def drop_state(self, number: int) -> None:
+        if isinstance(self._backend, HoldsStates):
+            self._backend.drop_state(number)
+
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:

@@ -124,6 +124,9 @@ class LocalBackend:
     def forget_state(self, name: str) -> None:
         self._held.forget(name)
 
+    def drop_state(self, number: int) -> None:
+        self._held.drop(number)
+
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:

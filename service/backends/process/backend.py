@@ -157,6 +157,9 @@ class ProcessBackend:
     def forget_state(self, name: str) -> None:
         self._send(wire.ForgetState(name))
 
+    def drop_state(self, number: int) -> None:
+        self._send(wire.DropState(number))
+
     def is_ready(self) -> bool:
         return self._end is None and self._writer is not None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S
 

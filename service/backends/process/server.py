@@ -107,6 +107,8 @@ class _Connection:
                 backend.name_state(message.name, message.held, message.about)
             elif isinstance(message, wire.ForgetState):
                 backend.forget_state(message.name)
+            elif isinstance(message, wire.DropState):
+                backend.drop_state(message.held)
             elif isinstance(message, wire.Cancel):
                 handle = self._handles.get(message.number)
                 if handle is not None:

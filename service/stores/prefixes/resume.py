@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from nsm_core.engine.request import EndState, GenerationRequest, PromptState, Resume
 from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.state.quantize import StateFormat, rounded_state
-from service.backends.base import InferenceBackend
+from service.backends.base import HoldsStates, InferenceBackend
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.entry import decode_entry
 from service.stores.prefixes.keys import ID_BYTES, MIN_TOKENS, PromptDigests
@@ -51,7 +51,7 @@ class Start:
     """Where one prompt starts and which of its states are stored. All choices share it; only the first stores states.
 
     `positions`: in tokens of the prompt. `save`: called with each state. `num_before`: tokens that the resumed state
-    had read before the prompt.
+    had read before the prompt. `is_held`: the state at the end stays with the engine, until there is time for it.
     """
 
     ids: tuple[int, ...]
@@ -60,6 +60,7 @@ class Start:
     has_end: bool = False
     save: SaveState | None = None
     num_before: int = 0
+    is_held: bool = False
 
     @property
     def position(self) -> int:
@@ -75,6 +76,7 @@ class Start:
             resume=self.resume,
             keep_states_at=tuple(position - self.position for position in self.positions) if is_first else (),
             keep_state=request.keep_state or (self.has_end and is_first),
+            hold_state=self.is_held and self.has_end and is_first and not request.keep_state,
         )
 
 
@@ -100,6 +102,7 @@ class PrefixResume:
         self._metrics = metrics
         self._sightings = PrefixSightings()
         self._breaker = Breaker()
+        self._fetching = asyncio.Lock()
         self._writer = (
             None if store is None else PrefixWriter(backend, store, metrics, self._breaker, state_format=state_format)
         )
@@ -166,9 +169,12 @@ class PrefixResume:
                 writer.add(tenant, ids[: state.position], state.state)
             elif state.position - last >= min_gap:
                 writer.spawn(self._save_end(writer, tenant, ids, state, next_text))
+            else:
+                self._drop(state)
 
         has_end = len(ids) + max_tokens - last >= min_gap
-        return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save)
+        is_held = isinstance(self._backend, HoldsStates) and self._backend.holds_states
+        return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save, is_held=is_held)
 
     def _min_gaps(self) -> tuple[int, int]:
         """In tokens, before a state that may never be used, and before one where beginnings are known to come back."""
@@ -235,8 +241,21 @@ class PrefixResume:
             again = (await asyncio.to_thread(tokenizer.encode_batch, [text]))[0]
             if (tokenizer.end_of_text_id, *again)[: end.position] != fed:
                 self._metrics.prefixes.saved("other_ids")
+                self._drop(end)
                 return
-        writer.add(tenant, fed, end.state)
+        state: bytes | None = end.state
+        if end.held is not None and isinstance(self._backend, HoldsStates):
+            async with self._fetching:  # of many that end together most are dropped
+                state = await self._backend.fetch_state(end.held) if writer.has_room(tenant) else None
+            self._drop(end)
+        if state is None:
+            self._metrics.prefixes.saved("dropped")
+        else:
+            writer.add(tenant, fed, state)
+
+    def _drop(self, end: EndState) -> None:
+        if end.held is not None and isinstance(self._backend, HoldsStates):
+            self._backend.drop_state(end.held)
 
     async def _sweep(self, store: PrefixStore, interval_s: float) -> None:
         while True:

@@ -74,14 +74,18 @@ class PrefixWriter:
     def pending(self, tenant: str) -> dict[PrefixKey, Pending]:
         return self._pending.get(tenant, {})
 
+    def has_room(self, tenant: str) -> bool:
+        """Whether another state would be kept."""
+        num_all = sum(map(len, self._pending.values()))
+        return len(self.pending(tenant)) < MAX_TENANT_PENDING and num_all < MAX_PENDING
+
     def add(self, tenant: str, ids: tuple[int, ...], state: bytes) -> None:
         """Keep the state after `ids`. Never blocks, never fails; too many at once are dropped."""
         digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
         key, waiting = digests.key(len(ids)), self._pending.setdefault(tenant, {})
-        num_all = sum(map(len, self._pending.values()))
         if key in waiting:
             return
-        if len(waiting) >= MAX_TENANT_PENDING or num_all >= MAX_PENDING:
+        if not self.has_room(tenant):
             self._metrics.prefixes.saved("dropped")
             return
         waiting[key] = Pending(digests, state)

@@ -1,4 +1,4 @@
-"""A log that is read again gives the state's bits, on the executor whose prompts and steps have kernels of their own."""
+"""A log that is read again gives the same bits where prompts and steps have kernels of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids,
 from tests.support.models import random_model, small_config
 
 pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
-from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
-from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
+from nsm_core.execution.cuda.executor import CudaExecutor
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -41,10 +41,10 @@ def test_a_log_read_again_has_the_bits_of_its_turns(tiny_tokenizer: Tokenizer, s
     spans: list[tuple[int, int]] = []
     resume = None
     pending: tuple[int, ...] = ()
-    for turn, length in enumerate((65, 3, 70)):
+    for turn, length in enumerate((65, 3)):
         new = random_ids(turn, length, tiny_tokenizer.vocab_size)
         sampled_at = ((0, 1),) if pending else ()
-        request = make_request("a", (*pending, *new), resume=resume, temperature=1.0, max_tokens=5, stop=stop)
+        request = make_request("a", (*pending, *new), resume=resume, temperature=1.0, max_tokens=3, stop=stop)
         end = run_one(engine, dataclasses.replace(request, sampled_at=sampled_at)).finished.end_state
         assert end is not None
         num_sampled = len(end.new_ids) - len(pending) - length
