@@ -289,7 +289,8 @@ class EngineConfig:
     `max_slots` rows of state, i.e. requests that run at once; `token_budget` most tokens one step may process, at
     least `max_slots`, and all that runs waits for a step; `queue_limit` most requests that may wait; `speculation`:
     where the executor allows it, `lookup` drafts tokens of greedy requests from their own text (the tokens stay the
-    same), `off` none; `held_state_bytes`: of states that stay with the engine between requests.
+    same), `off` none; `held_state_bytes`: of states that stay with the engine between requests;
+    `prompt_tokens_beside`: most tokens of prompts in a step in which others decode, None for the whole budget.
     """
 
     max_slots: int = 16
@@ -297,6 +298,7 @@ class EngineConfig:
     queue_limit: int = 256
     speculation: str = "lookup"
     held_state_bytes: int = 256 * 1024 * 1024
+    prompt_tokens_beside: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("speculation", self.speculation, SPECULATIONS)

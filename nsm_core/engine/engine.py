@@ -87,6 +87,7 @@ class Engine:
             token_budget=config.token_budget,
             queue_limit=config.queue_limit,
             prompt_unit=made.prompt_unit,
+            prompt_tokens_beside=config.prompt_tokens_beside,
         )
         overlap = made.overlap if made.savepoint is None else None
         self.may_overlap = overlap is not None  # only then are there plain tokens for `take_tokens`

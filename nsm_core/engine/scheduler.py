@@ -78,8 +78,18 @@ class _Progress:
 class Scheduler:
     """Which requests wait, which run in which slot, and how far each has read its prompt."""
 
-    def __init__(self, *, max_slots: int, token_budget: int, queue_limit: int, prompt_unit: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        token_budget: int,
+        queue_limit: int,
+        prompt_unit: int = 1,
+        prompt_tokens_beside: int | None = None,
+    ) -> None:
+        """`prompt_tokens_beside`: see EngineConfig."""
         self._token_budget, self._prompt_unit = token_budget, prompt_unit
+        self._most_beside = token_budget if prompt_tokens_beside is None else prompt_tokens_beside
         self._queue_limit = queue_limit
         self._free_slots = set(range(max_slots))
         self._waiting: dict[str, _Progress] = {}  # in order of arrival
@@ -131,7 +141,7 @@ class Scheduler:
         unread += [self._unread(assignment.slot, self._waiting[assignment.request_id]) for assignment in admitted]
         chunks = share_budget(
             unread,
-            self._token_budget - len(decode),
+            min(self._token_budget - len(decode), self._most_beside if decode else self._token_budget),
             unit=self._prompt_unit,
             num_read=self._shares.of(prompt.owner for prompt in unread),
             is_oldest_first=self._num_reading_steps % AGEING_STEPS == AGEING_STEPS - 1,

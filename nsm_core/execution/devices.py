@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,6 +23,8 @@ Made = TypeVar("Made")
 CPU_SLOTS, CPU_TOKEN_BUDGET = 16, 256
 # A step of 512 rows keeps a large GPU busy, and so does a prompt of 16,384 tokens: docs/performance.md
 GPU_SLOTS, GPU_TOKEN_BUDGET = 512, 16384
+# Two prompts of 1,000 tokens take about as long as two steps of 128 rows: those who decode wait no longer
+GPU_PROMPT_TOKENS_BESIDE = 2048
 # The share of a GPU's free memory that states may take by default: weights, graphs and prompts need the rest
 STATE_SHARE = 0.5
 
@@ -94,6 +97,8 @@ def engine_config(limits: EngineLimits, loaded: LoadedModel[SequenceModel]) -> E
         slots = slots_within(int(free_bytes * STATE_SHARE), loaded.model.state_spec.num_bytes)
         budget = GPU_TOKEN_BUDGET
     config = limits.resolve(max_slots=slots, token_budget=budget)
+    if device.type != "cpu":
+        config = dataclasses.replace(config, prompt_tokens_beside=min(config.token_budget, GPU_PROMPT_TOKENS_BESIDE))
     if limits.max_slots is None and config.max_slots < slots:
         logger.info("max_slots is %d instead of %d, for token_budget is no larger", config.max_slots, slots)
     return config

@@ -210,3 +210,17 @@ def test_where_the_cut_matters_it_depends_on_the_prompt_alone(
                 scheduler.remove(name)
         steps += 1
         assert steps < 2000
+
+
+def test_while_others_decode_a_step_reads_no_more_of_prompts_than_it_may() -> None:
+    scheduler = Scheduler(max_slots=3, token_budget=100, queue_limit=4, prompt_tokens_beside=8)
+    scheduler.add("a", prompt_len=60)
+    alone = scheduler.plan()
+    assert [chunk.length for chunk in alone.prefill] == [60]
+    scheduler.apply(alone)
+    scheduler.add("b", prompt_len=20)
+    lengths = []
+    while len((plan := scheduler.plan()).decode) < 2:
+        lengths += [chunk.length for chunk in plan.prefill]
+        scheduler.apply(plan)
+    assert lengths == [8, 8, 4]
