@@ -341,6 +341,7 @@ class Engine:
             sequence.timeline.admitted = now
             self._active.start(assignment.slot, sequence)
             self._stats.counters.tokens_resumed += sequence.resumed_position
+        self._runner.start_fresh()
 
 
 class StepFailures:

@@ -92,13 +92,18 @@ class Runner:
         self._constraints = Constraints()
         self.pool = executor.pool
         self._rollback = DraftRollback()
+        self._fresh: set[int] = set()  # slots that are to begin at the learned start
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
-        """Leases the slot and writes the shared or resumed state, or the learned start, into it."""
+        """Leases the slot and writes the shared or resumed state into it; `start_fresh` writes the learned start."""
         self.pool.lease(slot)
         self._constraints.open(slot, sequence)
         try:
-            self.pool.write(slot, self._start_of(sequence))
+            start = self._start_of(sequence)
+            if start is None:
+                self._fresh.add(slot)
+            else:
+                self.pool.write(slot, start)
             sequence.shared_start = None
             if self._overlap is not None:
                 self._overlap.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
@@ -106,16 +111,23 @@ class Runner:
             self.close(slot)
             raise
 
-    def _start_of(self, sequence: RunningSequence) -> State:
-        """[1, *shape]; to be copied."""
+    def start_fresh(self) -> None:
+        """After all slots of a step were opened: the learned start for those that have no other, hundreds at once."""
+        if self._fresh:
+            rows, self._fresh = sorted(self._fresh), set()
+            self.pool.fill(rows, self._executor.initial)
+
+    def _start_of(self, sequence: RunningSequence) -> State | None:
+        """[1, *shape], to be copied; None: the learned start."""
         if sequence.shared_start is not None:
             return sequence.shared_start
         resume = sequence.request.resume
-        return self._executor.initial if resume is None else _unpacked_state(resume, self._executor)
+        return None if resume is None else _unpacked_state(resume, self._executor)
 
     def close(self, slot: int) -> None:
         """Frees the slot."""
         self._rollback.remove(slot)
+        self._fresh.discard(slot)
         self._constraints.close(slot)
         self.pool.free(slot)
 

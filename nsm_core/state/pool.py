@@ -102,6 +102,14 @@ class StatePool:
         """A state [1, *shape] becomes the content of the row; a copy."""
         self.scatter((row,), state)
 
+    def fill(self, rows: Sequence[int], state: Mapping[str, Tensor]) -> None:
+        """One state [1, *shape] becomes the content of all the rows, which are rising; neighbours by one copy."""
+        self.check_leased(rows)
+        starts = [index for index, row in enumerate(rows) if index == 0 or row != rows[index - 1] + 1]
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+            for name, tensor in self._storage.items():
+                tensor[rows[start] : rows[stop - 1] + 1].copy_(state[name])
+
     def copy(self, row: int) -> State:
         """The row's state [1, *shape], in memory of its own."""
         return {name: tensor.clone() for name, tensor in self.gather((row,)).items()}

@@ -45,6 +45,7 @@ class CudaOverlap:
         self._steps, self._device = steps, device
         self.min_rows = MIN_ROWS
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
+        self._pausing: dict[int, frozenset[int]] = {}  # by row, as `_pauses` has them
         self._no_ids = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._compile()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -57,6 +58,10 @@ class CudaOverlap:
 
     @torch.inference_mode()
     def pause_at(self, row: int, ids: Collection[int]) -> None:
+        wanted = frozenset(ids)
+        if self._pausing.get(row, frozenset()) == wanted:
+            return  # most requests end with the same ids
+        self._pausing[row] = wanted
         pauses = np.zeros(self._pauses.shape[1], np.uint8)
         given = np.fromiter(ids, np.int64, len(ids))
         pauses[given[given < len(pauses)]] = 1  # a tokenizer may have more ids than the model

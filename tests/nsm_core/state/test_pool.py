@@ -36,6 +36,14 @@ def test_what_is_scattered_comes_back_in_the_order_asked_for(rows: tuple[int, ..
     assert pool.gather(tuple(sorted(rows)))["slots"][:, 0, 0].tolist() == [10 + row for row in sorted(rows)]
 
 
+@pytest.mark.parametrize("rows", [(0,), (0, 1, 2), (0, 2, 3), (1, 3)], ids=str)
+def test_one_state_fills_rows(rows: tuple[int, ...]) -> None:
+    pool = make_pool(leased=rows)
+    pool.fill(rows, make_state(7))
+    assert pool.gather(rows)["position"].tolist() == [7] * len(rows)
+    assert pool.gather(rows)["slots"].eq(7).all()
+
+
 def test_write_and_scatter_copy_in() -> None:
     pool = make_pool(leased=(1,))
     given_state = make_state(5)
