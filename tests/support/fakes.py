@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,12 +15,14 @@ from nsm_core.engine.request import (
     Finished,
     FinishReason,
     GenerationRequest,
+    NamedState,
     PromptScored,
     PromptState,
+    Resume,
     TokenEvent,
     TokenLogprob,
 )
-from nsm_core.errors import NsmError, Overloaded, SnapshotCorrupt, StateMismatch
+from nsm_core.errors import EngineDead, NsmError, Overloaded, SnapshotCorrupt, StateMismatch
 from nsm_core.grammars.compiler import CompilePool, GrammarCompiler
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
@@ -53,6 +56,24 @@ def state_after(ids: tuple[int, ...]) -> bytes:
     return feed_state(bytes(STATE_BYTES), ids)
 
 
+class HeldBytes:
+    """The states that a fake engine holds. `lose`: as if it had been started again."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, bytes] = {}
+        self.named: dict[str, NamedState] = {}
+        self._numbers = itertools.count(1)
+
+    def hold(self, state: bytes) -> int:
+        number = next(self._numbers)
+        self.by_number[number] = state
+        return number
+
+    def lose(self) -> None:
+        self.by_number.clear()
+        self.named.clear()
+
+
 class FakeBackend:
     """An InferenceBackend that "generates" a script: token i of a request is token i of `script`, then end of text,
     which stops the request and is dropped.
@@ -60,6 +81,7 @@ class FakeBackend:
     `hold=True`: every token waits for a permit, given by `release`; `held` is set while a request waits for one.
     `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it; `is_full`: there
     is no room. Seeds change nothing. `replays_exactly`: what its model says of itself; it is true in any case.
+    `holds_states`: whether it wants end states to stay in `states`.
     """
 
     def __init__(
@@ -72,7 +94,9 @@ class FakeBackend:
         fail_after: int | None = None,
         error: NsmError | None = None,
         replays_exactly: bool = False,
+        holds_states: bool = False,
     ) -> None:
+        self.holds_states, self.states = holds_states, HeldBytes()
         self.tokenizer = tokenizer or tiny_tokenizer()
         self.model = ModelInfo(
             name="fake-nsm",
@@ -102,6 +126,30 @@ class FakeBackend:
         self._hold = hold
         self._stats = EngineStats(max_slots=16)
 
+    def state_of(self, resume: Resume | None) -> bytes:
+        """Where a request begins. Raises EngineDead."""
+        if resume is None:
+            return bytes(STATE_BYTES)
+        state = resume.state if resume.held is None else self.states.by_number.get(resume.held)
+        if state is None:
+            raise EngineDead("the fake does not hold this state")
+        return state
+
+    async def fetch_state(self, number: int) -> bytes | None:
+        return self.states.by_number.get(number)
+
+    async def find_state(self, name: str) -> NamedState | None:
+        return self.states.named.get(name)
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        self.states.named[name] = NamedState(number, about)
+
+    def forget_state(self, name: str) -> None:
+        self.states.named.pop(name, None)
+
+    def drop_state(self, number: int) -> None:
+        self.states.by_number.pop(number, None)
+
     async def start(self) -> None:
         self.ready = True
 
@@ -121,7 +169,7 @@ class FakeBackend:
         resume = request.resume
         if resume is not None and resume.fingerprint != self.model.fingerprint:
             raise StateMismatch(f"state of model {resume.fingerprint}, this is {self.model.fingerprint}")
-        if resume is not None and int.from_bytes(resume.state[32:], "little") != resume.position:
+        if resume is not None and int.from_bytes(self.state_of(resume)[32:], "little") != resume.position:
             raise SnapshotCorrupt(f"the state was not reached by feeding {resume.position} tokens")
         generation = FakeGeneration(self, request)
         self.requests.append(request)
@@ -213,7 +261,7 @@ class FakeGeneration:
             decoder.feed(token_id)
         if request.prompt_logprobs is not None:
             yield PromptScored(logprobs=(None, *(self._logprob(token_id) for token_id in request.prompt_ids[1:])))
-        before = request.resume.state if request.resume else bytes(STATE_BYTES)
+        before = self._backend.state_of(request.resume)
         for position in request.keep_states_at:
             state = feed_state(before, request.prompt_ids[:position])
             yield PromptState(position=int.from_bytes(state[32:], "little"), state=state)
@@ -270,13 +318,15 @@ class FakeGeneration:
     def _end_state(self, visible_ids: tuple[int, ...], reason: FinishReason) -> EndState:
         """After end of text every kept token was fed (so it was found); otherwise the last was not."""
         request = self._request
-        before = request.resume.state if request.resume else bytes(STATE_BYTES)
+        before = self._backend.state_of(request.resume)
         counts = Counter(request.resume.generated_counts if request.resume else request.generated_counts)
         counts.update(visible_ids)
         has_pending = reason is not FinishReason.STOP and bool(visible_ids)
         state = feed_state(before, (*request.prompt_ids, *(visible_ids[:-1] if has_pending else visible_ids)))
+        held = self._backend.states.hold(state) if request.hold_state else None
         return EndState(
-            state=state,
+            state=state if held is None else b"",
+            held=held,
             position=int.from_bytes(state[32:], "little"),
             pending=visible_ids[-1] if has_pending else None,
             new_ids=(*request.prompt_ids, *visible_ids),
