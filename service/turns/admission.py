@@ -58,9 +58,7 @@ class TurnAdmission:
         start = None if request is None else self.start_of(request)
         with _count_failures(self.metrics), _naming_version():
             hot = await self.keeper.find(key)
-            held = await self.leases.take(
-                key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records
-            )
+            held = await self.leases.take(key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records)
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
