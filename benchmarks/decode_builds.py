@@ -1,9 +1,9 @@
 """Compiles the decode kernels for a Hopper GPU on any machine: `python -m benchmarks.decode_builds`.
 
 One line a kernel: seconds to compile, shared memory, registers and bytes of stack a thread (what did not fit into
-registers), at the sizes of pulse-books. Exits with 1 if a kernel does not compile or may race: what the matrix
-units read out of shared memory needs a buffer for every step in flight, and the compiler (3.6) makes one less where the
-same tile is also read in another way.
+registers), at the sizes of pulse-books and of RWKV-7 0.1B. Exits with 1 if a kernel does not compile or may race: what
+the matrix units read out of shared memory needs a buffer for every step in flight, and the compiler (3.6) makes one
+less where the same tile is also read in another way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from triton.compiler import ASTSource
 
 from benchmarks.kernel_builds import registers
 from nsm_core.execution.cuda.kernels import attention, linear, overlap, prompt_attention, rows, slots
+from nsm_core.execution.rwkv7.cuda.kernels import heads, products, tokens
 
 TARGET = GPUTarget("cuda", 90, 32)
-FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
-UNALIGNED = {"num_rows", "width", "num_pieces", "batch", "no_row"}
+FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn", "most", "shortest"}
+UNALIGNED = {"num_rows", "width", "num_pieces", "batch", "no_row", "num_tokens"}
 TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
+TYPES |= {"places_ptr": "*i64", "starts_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i64"}
 BF16, FP32 = "*bf16", "*fp32"
 SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
 RING = {"H": 8, "GROUP": 4, "HALF": 32}
@@ -114,15 +116,49 @@ def build_others() -> list[bool]:
     ]
 
 
+def build_rwkv7() -> list[bool]:
+    bf16, row = {"x_ptr": BF16, "weight_ptr": BF16}, {"D": 768, "WIDTH": 1024}
+    tile = {"FIELDS": products.IS_INNER + 1, "UNIT": products.UNIT, "ROWS": products.ROWS, "DEPTH": products.DEPTH}
+    tile |= {"IS_PADDED": True, "PRECISION": "ieee", "LINES": 16, "PER_LINE": 64}
+    forms = {
+        "rwkv7 project": (bf16 | {"bias_ptr": None, "inner_ptr": BF16}, {"ADDED": False}),
+        "rwkv7 outer": (bf16 | {"inner_ptr": None}, {"ADDED": False}),
+        "rwkv7 added": (bf16 | {"bias_ptr": None, "inner_ptr": None}, {"ADDED": True}),
+        "rwkv7 squares": (bf16 | {"bias_ptr": None, "out_ptr": None, "inner_ptr": BF16}, {"ADDED": False}),
+    }
+    built = [
+        build(f"{name} {columns}", products._products, types, tile | own | {"COLS": columns}, num_warps=4, num_stages=n)
+        for name, (types, own) in forms.items()
+        for columns, n in products.STAGES.items()
+    ]
+    head = {"H": 12, "K": 64}
+    before = head | {"RECEIVED_AT": 0, "KEY_AT": 768, "VALUE_AT": 1536, "DECAY_AT": 0, "RATE_AT": 768}
+    before |= {"RESIDUAL_AT": 1536, "TOKENS": heads.TOKENS}
+    moving = head | {"COLUMNS": heads.COLUMNS, "AHEAD": heads.AHEAD}
+    return [
+        *built,
+        build("rwkv7 prepare", heads._prepare, {}, before, num_warps=1),
+        build("rwkv7 scan", heads._scan, {}, moving, num_warps=1),
+        build("rwkv7 answer", heads._answer, {"out_ptr": BF16}, head | {"TOKENS": heads.TOKENS}, num_warps=1),
+        build("rwkv7 begin", tokens._begin, {"embedding_ptr": BF16}, row, num_warps=4),
+        build("rwkv7 mix", tokens._mix, {"out_ptr": BF16}, row | {"N": 6}, num_warps=4),
+        build("rwkv7 first mix", tokens._mix, {"out_ptr": BF16, "kept_ptr": None}, row | {"N": 6}, num_warps=4),
+        build("rwkv7 end", tokens._end, {"out_ptr": BF16}, row, num_warps=4),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--form", choices=["project", "out", "up", "logits", "router"], help="only this linear layer")
+    forms = ["project", "out", "up", "logits", "router", "rwkv7"]
+    parser.add_argument("--form", choices=forms, help="only this linear layer, or the kernels of RWKV-7")
     form = parser.parse_args().form
+    if form == "rwkv7":
+        sys.exit(0 if all(build_rwkv7()) else 1)
     names = ("project", "out", "up", "logits") if form is None else (form,)
     built = [build_linear(name, columns) for name in names if name != "router" for columns in linear.STAGES]
     if form in (None, "router"):
         built += [build_linear("router", columns) for columns in (linear.SPLIT_COLUMNS, linear.FP32_COLUMNS)]
-    sys.exit(0 if all(built) and (form is not None or all(build_others())) else 1)
+    sys.exit(0 if all(built) and (form is not None or all([*build_others(), *build_rwkv7()])) else 1)
 
 
 if __name__ == "__main__":

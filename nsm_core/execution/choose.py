@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nsm_core.errors import ConfigError, DeviceUnusable
+from nsm_core.errors import ConfigError
 from nsm_core.execution.base import Executor
 from nsm_core.execution.chosen import ChosenExecutor as ChosenExecutor
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, cuda_unsupported_reason
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
+from nsm_core.execution.cuda.preparing import prepared
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
@@ -25,6 +25,7 @@ from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, Precisio
 from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason, packed_matrices
 from nsm_core.execution.rwkv7.choose import choose_rwkv7
+from nsm_core.execution.rwkv7.cuda.options import rwkv7_cuda_unsupported_reason
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model import loader as nsm_loader
 from nsm_core.model.nsm import NsmModel
@@ -45,12 +46,12 @@ def choose_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "au
 
     Raises ConfigError if `native` or `cuda` was requested and is not available.
     """
-    # The one place that knows which architecture is computed how
-    choices: dict[str, Callable[[LoadedModel[Any], ExecutorName], ChosenExecutor]] = {
-        nsm_loader.ARCHITECTURE: _choose_nsm,
-        rwkv7_loader.ARCHITECTURE: choose_rwkv7,
-    }
-    return choices[loaded.architecture](loaded, name)
+    return _COMPUTED[loaded.architecture].choose(loaded, name)
+
+
+def gpu_kernels_missing_reason(loaded: LoadedModel[SequenceModel]) -> str | None:
+    """Why the executor for GPUs cannot run the model, in words; None if it can."""
+    return _COMPUTED[loaded.architecture].gpu_kernels_missing_reason(loaded.model)
 
 
 def decide_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "auto") -> tuple[str, str]:
@@ -155,32 +156,29 @@ def _cuda(loaded: LoadedModel[NsmModel], weights: CudaWeights) -> ChosenExecutor
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
-    """Raises DeviceUnusable if the kernels cannot be made on this device, or fail their check there."""
+    """Raises DeviceUnusable as `prepared`."""
     # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
     from nsm_core.execution.cuda.self_check import failed_check
 
-    device, started = model.embedding.weight.device, time.monotonic()
-    logger.info("preparing kernels on %s for %d slots; the first start on a machine compiles them", device, num_rows)
-    try:
-        executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
-        prepared_s = time.monotonic() - started
-        reason = failed_check(executor, model)
-    except torch.OutOfMemoryError as error:
-        raise DeviceUnusable(f"{device} has too little free memory for {num_rows} slots: lower max_slots") from error
-    except Exception as error:  # of the compiler, the driver or a kernel: whatever it is, this device will not do
-        raise DeviceUnusable(
-            f"the kernels do not run on {device} ({type(error).__name__}: {first_line(error)})"
-        ) from error
-    if reason is not None:
-        raise DeviceUnusable(
-            f"the kernels fail their check on {device} ({reason}): set the executor to eager, or the device to cpu"
-        )
-    checked_s = time.monotonic() - started - prepared_s
-    logger.info("the kernels are prepared (%.1f s) and pass their check (%.1f s)", prepared_s, checked_s)
-    return executor
+    return prepared(
+        model.embedding.weight.device,
+        num_rows,
+        lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
+        lambda executor: failed_check(executor, model, model.config.vocab_size),
+    )
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().partition("\n")[0]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """How the models of an architecture are computed."""
+
+    choose: Callable[[LoadedModel[Any], ExecutorName], ChosenExecutor]
+    gpu_kernels_missing_reason: Callable[[Any], str | None]
+
+
+# The one place that knows which architecture is computed how
+_COMPUTED = {
+    nsm_loader.ARCHITECTURE: _Computed(choose=_choose_nsm, gpu_kernels_missing_reason=cuda_unsupported_reason),
+    rwkv7_loader.ARCHITECTURE: _Computed(choose=choose_rwkv7, gpu_kernels_missing_reason=rwkv7_cuda_unsupported_reason),
+}

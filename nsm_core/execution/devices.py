@@ -11,7 +11,7 @@ import torch
 
 from nsm_core.config import EngineConfig, EngineLimits
 from nsm_core.errors import ConfigError, DeviceUnusable
-from nsm_core.execution.cuda.options import cuda_unsupported_reason
+from nsm_core.execution.choose import gpu_kernels_missing_reason
 from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, check_device_name
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.ops.dispatch import has_compiler
@@ -129,7 +129,7 @@ def _reason_against_gpus(executor: ExecutorName) -> str | None:
 
 def _with_kernels(loaded: LoadedModel[SequenceModel], executor: ExecutorName) -> LoadedModel[SequenceModel]:
     """Raises DeviceUnusable if the kernels cannot run the model and nobody asked for another executor."""
-    reason = None if executor == "eager" else cuda_unsupported_reason(loaded.model)
+    reason = None if executor == "eager" else gpu_kernels_missing_reason(loaded)
     if reason is not None:
         raise DeviceUnusable(f"the kernels cannot run {loaded.name}: {reason}")
     return loaded

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from nsm_core.execution.cuda.executor import CudaExecutor
-from nsm_core.execution.cuda.options import CudaWeights
-from nsm_core.model.nsm import NsmModel
+from nsm_core.execution.base import Executor, SequenceModel
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 
 NUM_TOKENS = 2
 PROMPT_LENGTHS = (100, 70, 5)
@@ -16,53 +17,81 @@ REPEATS = 3
 TOLERANCE = {CudaWeights.BF16: 0.06, CudaWeights.FP16: 0.01, CudaWeights.FP32: 1e-4}
 
 
+class CudaRows(Executor, Protocol):
+    """An executor for GPUs of any architecture."""
+
+    @property
+    def options(self) -> CudaOptions: ...
+
+
 @torch.inference_mode()
-def failed_check(executor: CudaExecutor, model: NsmModel) -> str | None:
+def failed_check(executor: CudaRows, model: SequenceModel, vocab_size: int) -> str | None:
     """Reads a few tokens and prompts in rows of the pool, none of which may be leased. None if the check passes.
 
     A row must have the same bits beside others and alone, every time, and be close to the eager model.
     """
-    return _failed_steps(executor, model) or _failed_prompts(executor, model)
+    return failed_bits(executor, vocab_size) or failed_numbers(executor, model, vocab_size)
 
 
-def _failed_steps(executor: CudaExecutor, model: NsmModel) -> str | None:
+@torch.inference_mode()
+def failed_bits(executor: CudaRows, vocab_size: int) -> str | None:
+    """The first half: the same bits beside others and alone."""
     num_rows = executor.pool.num_rows
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (NUM_TOKENS, num_rows), generator=generator)
-    some = sorted({0, num_rows // 2, num_rows - 1})
+    ids = _some_ids(vocab_size, num_rows)
     batches = [_logits(executor, list(range(num_rows)), ids) for _ in range(REPEATS)]
-    for row in some:
+    for row in _some_rows(num_rows):
         alone = _logits(executor, [row], ids[:, row : row + 1])
         if not all(batch[row].equal(alone[0]) for batch in batches):
             return f"row {row} of {num_rows} has other bits than alone, or at another time"
+    texts = _some_texts(vocab_size, num_rows)
+    beside = read_from_start(executor, texts)
+    for text, hidden in zip(texts, beside, strict=True):
+        # without a GPU some sums go through the library, where they depend on shapes
+        if hidden.is_cuda and not hidden.equal(read_from_start(executor, [text])[0]):
+            return f"a prompt of {len(text)} tokens has other bits than alone"
+    return None
+
+
+@torch.inference_mode()
+def failed_numbers(executor: CudaRows, model: SequenceModel, vocab_size: int) -> str | None:
+    """The second half: steps and prompts close to the model as it is written."""
+    some = _some_rows(executor.pool.num_rows)
+    ids = _some_ids(vocab_size, executor.pool.num_rows)[:, some]
+    got = _logits(executor, some, ids)
     want, state = torch.empty(0), model.initial_state(len(some))
-    for token in ids[:, some].to(batches[0].device):
+    for token in ids.to(got.device):
         hidden, state = model.step(token, state)
         want = model.logits(hidden)
-    return _failed_tolerance(executor, batches[0][some], want, "logits")
+    reason = _failed_tolerance(executor, got, want, "logits")
+    if reason is not None:
+        return reason
+    text = _some_texts(vocab_size, 1)[0]
+    (read,) = read_from_start(executor, [text])
+    hidden, _ = model.forward(torch.tensor([text], device=read.device), model.initial_state(1))
+    return _failed_tolerance(executor, executor.logits(read), model.logits(hidden[0]), "logits of a prompt")
 
 
-def _failed_prompts(executor: CudaExecutor, model: NsmModel) -> str | None:
-    generator, device = torch.Generator().manual_seed(1), model.embedding.weight.device
-    lengths = PROMPT_LENGTHS[: executor.pool.num_rows]
-    texts = [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    beside = _read(executor, texts)
-    for text, hidden in zip(texts, beside, strict=True):
-        # without a GPU the scan over slots goes through the library, whose sums depend on shapes
-        if device.type == "cuda" and not hidden.equal(_read(executor, [text])[0]):
-            return f"a prompt of {len(text)} tokens has other bits than alone"
-    want, _ = model.forward(torch.tensor(texts[:1], device=device), model.initial_state(1))
-    return _failed_tolerance(executor, executor.logits(beside[0]), model.logits(want[0]), "logits of a prompt")
+def _some_rows(num_rows: int) -> list[int]:
+    return sorted({0, num_rows // 2, num_rows - 1})
 
 
-def _failed_tolerance(executor: CudaExecutor, got: Tensor, want: Tensor, subject: str) -> str | None:
+def _some_ids(vocab_size: int, num_rows: int) -> Tensor:
+    return torch.randint(vocab_size, (NUM_TOKENS, num_rows), generator=torch.Generator().manual_seed(0))
+
+
+def _some_texts(vocab_size: int, most: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS[:most]]
+
+
+def _failed_tolerance(executor: CudaRows, got: Tensor, want: Tensor, subject: str) -> str | None:
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
     tolerance = TOLERANCE[executor.options.weights]
     return None if error <= tolerance else f"{subject} are off by {error:.2g}, {tolerance:g} is allowed"
 
 
-def _read(executor: CudaExecutor, texts: list[list[int]]) -> list[Tensor]:
-    """Reads texts from the start, one a row: hidden [length,d] of each. Frees the rows."""
+def read_from_start(executor: Executor, texts: list[list[int]]) -> list[Tensor]:
+    """Texts, one a row: hidden [length,d] of each. Frees the rows."""
     rows = list(range(len(texts)))
     _lease(executor, rows)
     try:
@@ -71,18 +100,18 @@ def _read(executor: CudaExecutor, texts: list[list[int]]) -> list[Tensor]:
         _free(executor, rows)
 
 
-def _lease(executor: CudaExecutor, rows: list[int]) -> None:
+def _lease(executor: Executor, rows: list[int]) -> None:
     for row in rows:
         executor.pool.lease(row)
         executor.pool.write(row, executor.initial)
 
 
-def _free(executor: CudaExecutor, rows: list[int]) -> None:
+def _free(executor: Executor, rows: list[int]) -> None:
     for row in rows:
         executor.pool.free(row)
 
 
-def _logits(executor: CudaExecutor, rows: list[int], ids: Tensor) -> Tensor:
+def _logits(executor: Executor, rows: list[int], ids: Tensor) -> Tensor:
     """ids [tokens, len(rows)], read from the start; logits [len(rows), V] after the last. Frees the rows."""
     _lease(executor, rows)
     try:

@@ -8,11 +8,15 @@ import logging
 import torch
 
 from nsm_core.errors import ConfigError
+from nsm_core.execution.base import Executor
 from nsm_core.execution.chosen import ChosenExecutor
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
+from nsm_core.execution.cuda.preparing import prepared
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, PRECISIONS, Precision
+from nsm_core.execution.rwkv7.cuda.options import rwkv7_cuda_unsupported_reason, rwkv7_numerics
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
 from nsm_core.execution.rwkv7.weights import pack_rwkv7, rwkv7_unsupported_reason
 from nsm_core.loaded_model import LoadedModel
@@ -27,11 +31,8 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
 
     Raises ConfigError as `choose_executor`.
     """
-    if name.startswith("cuda"):
-        raise ConfigError(
-            f"{loaded.name} is an RWKV-7 model, which the executor for GPUs cannot run: "
-            "on a GPU it runs on the eager one (NSM_EXECUTOR=eager)"
-        )
+    if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
+        return _on_gpu(loaded, name)
     if name in HALF_STATES:
         raise ConfigError(f"{loaded.name} is an RWKV-7 model, whose kernels hold states in fp32 alone")
     reason = _eager_reason(loaded.model.config, loaded.device, name)
@@ -39,10 +40,46 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
         return _native(loaded, PRECISIONS.get(name, _precision_of(loaded.weight_format)))
     if name in PRECISIONS:
         raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
+    return _eager(loaded, reason, None if name == "eager" else "several times slower than a native one")
+
+
+def _on_gpu(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecutor:
+    reason = rwkv7_cuda_unsupported_reason(loaded.model)
+    if reason is not None and name == "auto":
+        return _eager(loaded, reason, "many times slower than the one for GPUs")
+    if reason is not None:
+        raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
+    weights = CudaWeights(name.removeprefix("cuda-")) if "-" in name else CudaWeights.BF16
+    if weights is CudaWeights.FP16:
+        raise ConfigError(
+            f"{loaded.name} is an RWKV-7 model, whose channel mix squares numbers beyond the range of fp16: "
+            "set the executor to cuda (bf16) or cuda-fp32"
+        )
+    logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
+    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
+    return ChosenExecutor("cuda", factory, loaded.model, rwkv7_numerics(weights, loaded.device))
+
+
+def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
+    """Raises DeviceUnusable as `prepared`."""
+    # Imported here: only this executor needs the kernels' compiler
+    from nsm_core.execution.rwkv7.cuda.executor import Rwkv7CudaExecutor
+    from nsm_core.execution.rwkv7.cuda.self_check import failed_check
+
+    return prepared(
+        model.device,
+        num_rows,
+        lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
+        lambda executor: failed_check(executor, model),
+    )
+
+
+def _eager(loaded: LoadedModel[Rwkv7Model], reason: str, missed: str | None) -> ChosenExecutor:
+    """`missed`: how it compares with the executor that cannot run the model; None: it was asked for."""
     logger.log(
-        logging.INFO if name == "eager" else logging.WARNING,
+        logging.INFO if missed is None else logging.WARNING,
         "%s runs on the eager executor%s: %s",
-        *(loaded.name, "" if name == "eager" else ", several times slower than a native one", reason),
+        *(loaded.name, "" if missed is None else f", {missed}", reason),
     )
     loaded.model.weights  # noqa: B018 - read now: a bad tensor is an error before the server listens
     return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
@@ -59,7 +96,7 @@ def _eager_reason(config: Rwkv7Config, device: torch.device, name: ExecutorName)
     if name == "eager":
         return "as requested"
     if device.type != "cpu":
-        return "the native kernels run on a CPU, and there are none for GPUs"
+        return "the native kernels run on a CPU"
     if name == "auto" and variants()[:1] == (PORTABLE,):
         return "the native kernels for this processor are plain C++, slower than PyTorch where there are many tokens"
     return rwkv7_unsupported_reason(config)

@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch finds one GPU, whose kernels have a compiler and can run any model."""
     monkeypatch.setattr(devices, "gpu_missing_reason", lambda index=0: None if index == 0 else "torch finds 1 GPUs")
     monkeypatch.setattr(devices, "has_compiler", lambda: True)
-    monkeypatch.setattr(devices, "cuda_unsupported_reason", lambda model: None)
+    monkeypatch.setattr(devices, "gpu_kernels_missing_reason", lambda loaded: None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
 
 
@@ -86,7 +86,7 @@ def test_a_gpu_that_was_asked_for_and_fails_is_an_error(
 def test_auto_takes_the_cpu_for_a_model_without_kernels(
     gpu: None, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(devices, "cuda_unsupported_reason", lambda model: "it has layers without such kernels")
+    monkeypatch.setattr(devices, "gpu_kernels_missing_reason", lambda loaded: "it has layers without such kernels")
     assert placed("auto", "auto", loaded) == ["cuda:0", "cpu"]
     assert "layers without such kernels" in caplog.text
 

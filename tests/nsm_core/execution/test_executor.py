@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,42 +15,66 @@ from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
+from nsm_core.execution.rwkv7.executor import Rwkv7Executor
+from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.model.nsm import NsmModel
+from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import SamplingRow, draw_reference
 from nsm_core.state.spec import POSITION, State
 from tests.nsm_core.execution.small_models import quantised_copy, read_by_copy
+from tests.support import rwkv7
+from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import random_model, small_config
 
 VOCAB = 48
 TOLERANCE = 2e-4  # of docs/model.md
 
 Make = Callable[..., Executor]
+Model = NsmModel | Rwkv7Model
 
 
-def make_cuda(model: NsmModel, **arguments: object) -> Executor:
+def make_cuda(model: Model, **arguments: object) -> Executor:
     from nsm_core.execution.cuda.executor import CudaExecutor
     from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
+    from nsm_core.execution.rwkv7.cuda.executor import Rwkv7CudaExecutor
 
     options = CudaOptions(weights=CudaWeights.FP32, graphs=torch.cuda.is_available())
+    if isinstance(model, Rwkv7Model):
+        return Rwkv7CudaExecutor(model, options=options, **arguments)  # type: ignore[arg-type]
     return CudaExecutor(model, options=options, **arguments)  # type: ignore[arg-type]
+
+
+def make_native(model: Model, **arguments: object) -> Executor:
+    if isinstance(model, Rwkv7Model):
+        weights = Rwkv7Weights(model, Precision.FP32)
+        return Rwkv7Executor(model, weights=weights, **arguments)  # type: ignore[arg-type]
+    return NativeExecutor(model, **arguments)  # type: ignore[arg-type]
 
 
 EXECUTORS: dict[str, Make] = {"eager": EagerExecutor}
 if variants():
-    EXECUTORS["native"] = NativeExecutor
+    EXECUTORS["native"] = make_native
 if importlib.util.find_spec("triton") is not None:
     EXECUTORS["cuda"] = make_cuda
 
 
-CASES = [(name, pattern) for pattern in ("NW", "KW") for name in EXECUTORS]
+RWKV7 = "rwkv7"
+CASES = [(name, pattern) for pattern in ("NW", "KW", RWKV7) for name in EXECUTORS]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """An executor, and the layers of a model that it runs."""
+    """An executor, and the layers of a model that it runs, or another architecture."""
     name, pattern = request.param
     return name, pattern
+
+
+@pytest.fixture(autouse=True)
+def _one_order(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if case[0] == "cuda" and not torch.cuda.is_available():
+        sum_products_in_one_order(monkeypatch)
 
 
 @pytest.fixture
@@ -58,27 +83,31 @@ def name(case: tuple[str, str]) -> str:
 
 
 @functools.cache
-def model_of(pattern: str) -> NsmModel:
+def model_of(pattern: str) -> Model:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if pattern == RWKV7:
+        sizes = rwkv7.small_config(vocab_size=VOCAB, width=32, hidden=64)
+        return Rwkv7Model(sizes, rwkv7.random_tensors(sizes), device)
     config = small_config(VOCAB, layer_pattern=pattern, window=10)
-    return random_model(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return random_model(config).to(device).eval()
 
 
 @pytest.fixture
-def model(case: tuple[str, str]) -> NsmModel:
+def model(case: tuple[str, str]) -> Model:
     return model_of(case[1])
 
 
 @pytest.fixture
-def make(name: str, model: NsmModel) -> Make:
+def make(name: str, model: Model) -> Make:
     return functools.partial(EXECUTORS[name], model)
 
 
 class Reference:
     """What an executor's numbers are compared with: the model, or for int8 the model with its inputs rounded."""
 
-    def __init__(self, model: NsmModel, *, is_int8: bool) -> None:
-        self._model = quantised_copy(model) if is_int8 else model
-        self._is_int8 = is_int8
+    def __init__(self, model: Model, *, is_int8: bool) -> None:
+        self._is_int8 = is_int8 and isinstance(model, NsmModel)  # RWKV-7 is compared on its kernels for fp32
+        self._model: Any = quantised_copy(model) if self._is_int8 else model
 
     def read(self, ids: Sequence[int]) -> tuple[Tensor, State]:
         """hidden [len(ids),d] and the state, of a text read alone."""
@@ -90,7 +119,7 @@ class Reference:
 
 
 @pytest.fixture
-def reference(name: str, model: NsmModel) -> Reference:
+def reference(name: str, model: Model) -> Reference:
     return Reference(model, is_int8=name == "native")
 
 
@@ -105,9 +134,9 @@ def open_rows(executor: Executor, rows: Sequence[int]) -> None:
 
 
 @torch.inference_mode()
-def read_alone(model: NsmModel, ids: Sequence[int]) -> tuple[Tensor, State]:
+def read_alone(model: Model, ids: Sequence[int]) -> tuple[Tensor, State]:
     """hidden [len(ids),d] and the state, by the model itself."""
-    device = model.embedding.weight.device
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, state = model.forward(torch.tensor([list(ids)], device=device), model.initial_state(1))
     return hidden[0], state
 
@@ -176,7 +205,7 @@ def test_rows_must_be_leased(make: Make, rows: tuple[int, ...]) -> None:
         executor.step(rows, [1] * len(rows))
 
 
-def test_the_start_is_the_models_own(make: Make, model: NsmModel) -> None:
+def test_the_start_is_the_models_own(make: Make, model: Model) -> None:
     torch.testing.assert_close(make(num_rows=1).initial, model.initial_state(1), rtol=0.0, atol=0.0)
 
 
@@ -185,7 +214,9 @@ def test_R4_drafts_are_taken_back_to_the_bit(make: Make, num_read: int, num_draf
     """Around the end of the ring, and past all of it; the other row's state stays where it has come to meanwhile."""
     executor = make(num_rows=3, poison=True)
     if executor.savepoint is None:
-        assert not isinstance(executor, NativeExecutor)  # its bits depend on how a text is cut: it takes nothing back
+        assert not isinstance(
+            executor, NativeExecutor | Rwkv7Executor
+        )  # its bits depend on how a text is cut: it takes nothing back
         return
     open_rows(executor, (0, 2))
     text, drafts = random_ids(0, num_read), random_ids(1, num_drafts)

@@ -29,7 +29,7 @@ def model() -> NsmModel:
 
 def test_it_passes_and_frees_its_rows(model: NsmModel) -> None:
     executor = CudaExecutor(model, num_rows=2, options=OPTIONS)
-    assert failed_check(executor, model) is None
+    assert failed_check(executor, model, 48) is None
     assert executor.pool.num_leased == 0
 
 
@@ -38,7 +38,7 @@ def test_rows_that_depend_on_their_batch_are_found(model: NsmModel) -> None:
         def logits(self, hidden: Tensor) -> Tensor:
             return super().logits(hidden) + 1e-6 * len(hidden)
 
-    reason = failed_check(Leaning(model, num_rows=2, options=OPTIONS), model)
+    reason = failed_check(Leaning(model, num_rows=2, options=OPTIONS), model, 48)
     assert reason == "row 0 of 2 has other bits than alone, or at another time"
 
 
@@ -59,5 +59,5 @@ def test_prompts_that_are_read_wrong_are_found(model: NsmModel) -> None:
         def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
             return [hidden * 1.5 for hidden in super().read(rows, ids)]
 
-    reason = failed_check(Wrong(model, num_rows=2, options=OPTIONS), model)
+    reason = failed_check(Wrong(model, num_rows=2, options=OPTIONS), model, 48)
     assert reason == "logits of a prompt are off by 0.5, 0.0001 is allowed"
