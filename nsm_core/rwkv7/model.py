@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.rwkv7.config import Rwkv7Config
-from nsm_core.rwkv7.time_mix import channel_mix, last_tokens, layer_norm, time_mix
+from nsm_core.rwkv7.time_mix import Scan, channel_mix, last_tokens, layer_norm, state_scan, time_mix
 from nsm_core.rwkv7.weights import Layer, Weights, load_weights
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 
@@ -36,7 +36,7 @@ def state_spec(config: Rwkv7Config) -> StateSpec:
 
 
 class Rwkv7Model:
-    """RWKV-7 in fp32 PyTorch, the reference of its kernels. A SequenceModel; for inference only.
+    """RWKV-7 in fp32 PyTorch, the reference of its kernels. A SequenceModel; weights have no gradients, states may.
 
     Nothing is read from `tensors` before the first use of `weights`, so that an executor with a layout of its own can
     pack the tensors one by one and these never exist. `num_ids`: how many ids have logits, the first; tokenizers have
@@ -55,6 +55,7 @@ class Rwkv7Model:
         self.tensors = tensors
         self.device = torch.device(device)
         self.state_spec = state_spec(config)
+        self.scan: Scan = state_scan  # training may replace it
 
     @functools.cached_property
     def weights(self) -> Weights:
@@ -121,6 +122,7 @@ class Rwkv7Model:
             first_value=first_value,
             valid=valid,
             head_norm_eps=self.config.head_norm_eps,
+            scan=self.scan,
         )
         new_state[prefix + MATRIX], new_state[prefix + TIME_SHIFT] = matrix, last_tokens(normed, before, lengths)
         x = x + mixed

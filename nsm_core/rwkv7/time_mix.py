@@ -53,6 +53,10 @@ def state_scan(
     return torch.stack(outputs, dim=1), state
 
 
+# `state_scan`, or another way to the same result
+Scan = Callable[..., tuple[Tensor, Tensor]]
+
+
 def time_mix(
     layer: TimeMix,
     x: Tensor,
@@ -62,6 +66,7 @@ def time_mix(
     first_value: Tensor | None,
     valid: Tensor | None,
     head_norm_eps: float,
+    scan: Scan = state_scan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B,T,D], normalised; before [B,D]; matrix [B,H,K,V]; first_value [B,T,D]: of the first layer, None in it.
 
@@ -86,7 +91,7 @@ def time_mix(
         is_token = valid[..., None, None]
         w = torch.where(is_token, w, 1.0)
         removed, written = removed * is_token, k * is_token
-    y, matrix = state_scan(r=r, w=w, k=written, v=v, removed=removed, rate=rate, initial=matrix)
+    y, matrix = scan(r=r, w=w, k=written, v=v, removed=removed, rate=rate, initial=matrix)
     y = F.layer_norm(y, (size,), eps=head_norm_eps).flatten(-2) * layer.head_norm.weight + layer.head_norm.bias
     y = y + ((r * k * layer.bonus).sum(dim=-1, keepdim=True) * v).flatten(-2)
     return F.linear(y * gate, layer.output), matrix, first_value

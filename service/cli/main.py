@@ -21,6 +21,7 @@ from service.cli.serve import serve
 from service.cli.tier import tier
 from service.cli.top import top
 from service.cli.train import train
+from service.cli.tune import tune
 
 FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -50,6 +51,7 @@ def _root(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command()(tune)
 for command in (states.states, transfer.backup, transfer.restore, transfer.copy, repair.verify, repair.migrate):
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")

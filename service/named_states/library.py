@@ -21,6 +21,7 @@ from service.named_states.making import Reader
 from service.named_states.reference import Reference, parse_state, state_not_found
 from service.named_states.signature import StateSeal
 from service.named_states.start_state import StartState, renamed, snapshot_of
+from service.named_states.tuned import tuned_for
 from service.prompts import PromptEncoder
 from service.stores.states.base import PUBLISHED, NamedState, NewState, StateStore, StoredState, name_is_published
 from service.stores.states.fields import num_bytes_of
@@ -92,6 +93,8 @@ class StateLibrary:
     async def read_file(self, raw: bytes) -> SessionFile:
         """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
         file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw), kind="state"))
+        if file.is_tuned:
+            await asyncio.to_thread(tuned_for, file, self.backend)
         require_tokenizer(file, self.backend)  # without a text it could never be used here
         if snapshot_of(file).header.model_fingerprint == self.backend.model.fingerprint:
             await asyncio.to_thread(require_fit, snapshot_of(file), self.backend.model)
@@ -175,6 +178,8 @@ class StateLibrary:
     async def _own(self, tenant: str, file: SessionFile, text: str | None, deadline: float) -> SessionFile:
         """The file as one of the running model and its numerics class."""
         backend, snapshot = self.backend, snapshot_of(file)
+        if file.is_tuned:
+            return await asyncio.to_thread(tuned_for, file, backend)
         has_tokenizer = file.header.tokenizer_fingerprint == backend.tokenizer.fingerprint
         if not has_tokenizer and text is not None:
             ids = (await self.prompts.fresh(text, param="state")).ids

@@ -11,6 +11,7 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.state.snapshot import SamplerState, Snapshot
 from service.stores.sessions.base import NewSession
 from service.stores.sessions.key import SessionKey
+from service.transfer.import_session import require_read
 from service.transfer.session_file import SessionFile
 
 
@@ -71,7 +72,11 @@ def renamed(file: SessionFile, *, tenant: str, session_id: str) -> SessionFile:
 def session_from(
     start: StartState, key: SessionKey, *, seed: int, metadata: Mapping[str, str], ttl_s: float | None = None
 ) -> NewSession:
-    """A session that begins where `start` stands, and draws with a seed of its own. Megabytes are encoded here."""
+    """A session that begins where `start` stands, and draws with a seed of its own. Megabytes are encoded here.
+
+    Raises InvalidRequest for a tuned state.
+    """
+    require_read(start.file, param="state")
     file = renamed(start.file, tenant=key.tenant, session_id=key.session_id)
     snapshot, marks = snapshot_of(file), file.header.marks
     sampler = SamplerState(seed=seed, generated_counts=snapshot.header.sampler.generated_counts)

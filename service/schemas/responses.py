@@ -26,6 +26,7 @@ from service.schemas.items import Item, call_item, input_item, result_item
 from service.schemas.sessions import Metadata
 from service.schemas.structured import RESPONSE_FORMAT_SCHEMA, read_format
 from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
+from service.schemas.tuned_model import with_named_state
 from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -175,6 +176,11 @@ class ContextFields(RequestBody):
     tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool = Field(default=True, description="whether an answer may hold several calls")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuned_model(cls, fields: Any) -> Any:
+        return with_named_state(fields)
 
     @field_validator("input", mode="before", json_schema_input_type=str | DescribedMessages)
     @classmethod

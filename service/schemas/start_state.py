@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from nsm_core.errors import InvalidRequest
 from service.schemas.common import RequestBody
+from service.schemas.tuned_model import with_named_state
 
 
 class StateFields(RequestBody):
@@ -15,6 +18,11 @@ class StateFields(RequestBody):
         default=None, description="start from it: name, name@version, or a returned state in base64"
     )
     return_state: bool = Field(default=False, description="answer with the state at the end; for one choice")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuned_model(cls, fields: Any) -> Any:
+        return with_named_state(fields)
 
     def check_returned(self, num_choices: int, *, is_score_only: bool = False) -> None:
         """Raises InvalidRequest where there is not one end state."""

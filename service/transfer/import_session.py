@@ -47,6 +47,7 @@ async def import_session(
     lies about its model, VersionConflict when the id exists.
     """
     model = backend.model
+    require_read(file)
     require_tokenizer(file, backend)
     is_own = file.header.model_fingerprint == model.fingerprint
     if not is_own and not request.is_rebuild_allowed:
@@ -89,6 +90,16 @@ async def import_session(
     return head, not is_own and snapshot is not None
 
 
+def require_read(file: SessionFile, *, param: str | None = None) -> None:
+    """Raises InvalidRequest for a tuned state: a session is made again from its log, which such a state is not."""
+    if file.is_tuned:
+        raise InvalidRequest(
+            "a tuned state cannot become a session, which must follow from its log; start requests that store nothing "
+            "from it, and keep what return_state gives",
+            param=param,
+        )
+
+
 def require_tokenizer(file: SessionFile, backend: InferenceBackend) -> None:
     """Raises StateMismatch for a file of another tokenizer, InvalidRequest for ids that are none of the model's."""
     if file.header.tokenizer_fingerprint != backend.tokenizer.fingerprint:
@@ -97,7 +108,8 @@ def require_tokenizer(file: SessionFile, backend: InferenceBackend) -> None:
             f"this server runs {backend.model.fingerprint} with tokenizer {backend.tokenizer.fingerprint}: "
             "its tokens mean something else here"
         )
-    _require_known((*file.log_ids, *_counted_ids(file.snapshot)), backend.model.vocab_size)
+    log_ids = file.log_ids[1:] if file.is_tuned else file.log_ids
+    _require_known((*log_ids, *_counted_ids(file.snapshot)), backend.model.vocab_size)
 
 
 def _counted_ids(snapshot: Snapshot | None) -> tuple[int, ...]:

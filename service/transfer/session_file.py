@@ -35,6 +35,10 @@ from service.stores.sessions.codec import decode_ids, encode_ids
 MAGIC = b"NSMSESS\0"
 FORMAT_VERSION, LOG_FORMAT_VERSION = 1, 2
 
+# The first id in the log of a state that was trained: it stands for the start-of-text token, and is no tokenizer's, so
+# that nothing can make such a state again from its log and lose the training.
+TUNED_ID = 2**32 - 1
+
 _PREFIX = struct.Struct("<8sIIQQ")
 _LOG_FIELDS = ("snapshot_version", "snapshot_position", "numerics", "energy_joules")
 _MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
@@ -73,6 +77,11 @@ class SessionFile:
     header: FileHeader
     log_ids: tuple[int, ...]
     snapshot: Snapshot | None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the state began as one that was trained: its log does not lead to it."""
+        return self.log_ids[:1] == (TUNED_ID,)
 
 
 def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
