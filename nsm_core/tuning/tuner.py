@@ -76,9 +76,9 @@ class TuneConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """At a held-out loss: `step` of `num_steps` are done. Losses are nats a target token; `train_loss`: the mean since
-    the report before, None at the start. `start_loss`: held out, of the model as it was. `best_step`, `best_loss`: of the
-    held-out losses so far, that of step 0 among them. `num_tokens`: that were read in training.
+    """At a held-out loss: `step` of `num_steps` are done. Losses are nats a target token. `train_loss`: the mean since
+    the report before, None at the start. `start_loss`: held out, of the model as it was. `best_step`, `best_loss`: of
+    the held-out losses so far, that of step 0 among them. `num_tokens`: that were read in training.
     """
 
     step: int
