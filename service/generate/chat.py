@@ -13,7 +13,7 @@ from nsm_core.engine.request import Finished
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
 from service.generate.chat_calls import CallingChoice, ReadChoice
-from service.generate.choices import RequestGroup, ends_of, submit_group
+from service.generate.choices import RequestGroup, chunk_usage, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
@@ -60,7 +60,8 @@ class Chat:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
         choices = range(self._body.n)
         texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
-        has_details = self._body.logprobs or self._body.include_routing or self._reading
+        has_running_usage = self._body.has_running_usage
+        has_details = self._body.logprobs or self._body.include_routing or self._reading or has_running_usage
         if self._write is not None and not has_details:
             is_split = self._body.is_event_per_token
             self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
@@ -80,7 +81,7 @@ class Chat:
                             self._frame(index, {"content": text}, tokens=self._prefixes[index].cut_tokens(delta))
                         )
                     elif text:
-                        frames.append(texts[index](text))
+                        frames.append(self._text_frame(index, text) if has_running_usage else texts[index](text))
                 if frames:
                     yield b"".join(frames)
         chunk = partial(self._envelope.wrap, CHUNK_KIND, [])
@@ -146,7 +147,7 @@ class Chat:
         logprobs = self._logprobs(tokens) if tokens else None
         fields = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
         choice = {"index": index, "delta": delta, **fields}
-        extra = {"usage": None} if self._body.has_usage_chunk else {}
+        extra = chunk_usage(self._body, self.group, choices_per_prompt=self._body.n)
         return frame(self._envelope.wrap(CHUNK_KIND, [choice], **extra))
 
     def _text_frame(self, index: int, text: str) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from nsm_core.engine.request import (
     EndState,
@@ -22,7 +23,7 @@ from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Divertible, Generation, InferenceBackend
 from service.deps import Arrival, Services
 from service.generate.deltas import Delta, DeltaBuilder
-from service.schemas.common import RequestSpec
+from service.schemas.common import RequestSpec, SamplingFields
 from service.stores.prefixes.resume import Start
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.requests import RequestRecord
@@ -34,7 +35,7 @@ EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so
 @dataclasses.dataclass(slots=True)
 class Choice:
     """One admitted request. `save`: called with each state that the request asks for. `end_state`: until it is taken;
-    `finished` and the deltas have none.
+    `finished` and the deltas have none. `prompt_tokens`, `num_tokens`: read and sampled so far.
     """
 
     generation: Generation
@@ -44,6 +45,8 @@ class Choice:
     is_scored: bool = False
     finished: Finished | None = None
     end_state: EndState | None = None
+    prompt_tokens: int = 0
+    num_tokens: int = 0
 
 
 class RequestGroup:
@@ -78,7 +81,9 @@ class RequestGroup:
         try:
             for request, save in zip(requests, savers or [None] * len(requests), strict=True):
                 generation = backend.submit(request)
-                self.choices.append(Choice(generation, metrics.requests.start(arrival=arrival), is_score_only, save))
+                record = metrics.requests.start(arrival=arrival)
+                num_read = len(request.prompt_ids) + (0 if request.resume is None else request.resume.position)
+                self.choices.append(Choice(generation, record, is_score_only, save, prompt_tokens=num_read))
         except BaseException:
             self.cancel()
             raise
@@ -90,6 +95,16 @@ class RequestGroup:
             if choice.finished is None:
                 choice.generation.cancel()
             choice.record.finish("abort")
+
+    def running_usage(self, *, choices_per_prompt: int) -> dict[str, int]:
+        """Counts of all choices until now; a prompt counts once."""
+        prompt_tokens = sum(choice.prompt_tokens for choice in self.choices[::choices_per_prompt])
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
 
     def take_end_state(self) -> EndState | None:
         """Of the first choice, once: it has megabytes, and a client that reads slowly shall not hold it twice."""
@@ -196,6 +211,7 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
     if isinstance(event, TokenEvent):
         if choice.is_score_only:
             return ()
+        choice.num_tokens += 1
         choice.record.token()
     elif isinstance(event, Finished):
         event = final_event(event, choice)
@@ -252,6 +268,13 @@ def submit_group(
         is_score_only=spec.is_score_only,
         savers=[start.save for start in starts for _ in range(spec.n)],
     )
+
+
+def chunk_usage(body: SamplingFields, group: RequestGroup, *, choices_per_prompt: int) -> dict[str, Any]:
+    """The field of a chunk with choices: absent, null before a last chunk that has it, or the counts so far."""
+    if body.has_running_usage:
+        return {"usage": group.running_usage(choices_per_prompt=choices_per_prompt)}
+    return {"usage": None} if body.has_usage_chunk else {}
 
 
 def ends_of(group: RequestGroup) -> list[Finished]:

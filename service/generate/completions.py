@@ -11,7 +11,7 @@ from typing import Any
 from nsm_core.engine.request import Finished, TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import RequestGroup, ends_of, submit_group
+from service.generate.choices import RequestGroup, chunk_usage, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
 from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
@@ -52,7 +52,8 @@ class Completion:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
         texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._choices))]
-        if self._write is not None and self._choices[0].is_plain(Delta()):
+        has_running_usage = self._body.has_running_usage
+        if self._write is not None and self._choices[0].is_plain(Delta()) and not has_running_usage:
             is_split = self._body.is_event_per_token
             self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
         for index, choice in enumerate(self._choices):
@@ -63,7 +64,7 @@ class Completion:
                 frames = []
                 for index, delta in batch:
                     choice = self._choices[index]
-                    if choice.is_plain(delta):
+                    if choice.is_plain(delta) and not has_running_usage:
                         frames.append(texts[index](delta.text))
                     else:
                         frames += [self._frame(index, piece) for piece in choice.pieces(delta)]
@@ -103,7 +104,7 @@ class Completion:
         ]
 
     def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
-        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        fields = chunk_usage(self._body, self.group, choices_per_prompt=self._body.num_candidates)
         return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
 
     def _text_frame(self, index: int, text: str) -> bytes:

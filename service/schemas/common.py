@@ -149,10 +149,12 @@ class StreamOptions(RequestBody):
     """How a stream is framed. `include_obfuscation` is accepted and answered with none.
 
     `event_per_token`: an event never carries the text of several tokens, however busy the server is.
+    `continuous_usage_stats`: with `include_usage`, every chunk of a completion or chat has the counts so far.
     """
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
     event_per_token: bool = False
 
 
@@ -221,6 +223,11 @@ class SamplingFields(RequestBody):
     def has_usage_chunk(self) -> bool:
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk has the counts so far."""
+        return self.has_usage_chunk and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def is_event_per_token(self) -> bool:

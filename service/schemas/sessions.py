@@ -224,6 +224,15 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
             raise InvalidRequest("input and messages exclude each other", param="messages")
         return self
 
+    @model_validator(mode="after")
+    def _no_running_usage(self) -> GenerateBody:
+        """A turn's stream is framed again from its record, which has the counts of its end."""
+        if self.has_running_usage:
+            raise InvalidRequest(
+                "a session's stream has its usage at the end only", param="stream_options.continuous_usage_stats"
+            )
+        return self
+
     @property
     def digest_exclude(self) -> set[str]:
         """Fields that do not tell two requests apart; a body without messages has the digest that it always had."""

@@ -94,7 +94,9 @@ def install(client: Mapping[str, Any]) -> tuple[list[str], str, Path]:
     uv = str(BIN / "uv")
     if not python.exists():
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    subprocess.run([uv, "pip", "install", "-q", "--python", str(python), *client["pip"]], check=True)
+    # --no-config: this project's overrides leave out packages that a client's own torch needs
+    install = [uv, "pip", "install", "-q", "--no-config", "--python", str(python)]
+    subprocess.run([*install, *client["pip"]], check=True)
     return [str(python)], client["pip"][0].partition("==")[2], PROGRAMS
 
 

@@ -103,6 +103,20 @@ async def test_S3_usage_comes_only_when_asked_for(server: Gateway, is_asked: boo
     assert [frame["choices"] == [] for frame in frames] == [False] * (len(frames) - 1) + [is_asked]
 
 
+async def test_every_chunk_has_the_counts_so_far_where_they_are_asked_for(server: Gateway) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    frames = await stream(server, max_tokens=3, stream_options=options)
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    last = frames[-1]["usage"]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {last["prompt_tokens"]}
+    assert all(
+        frame["usage"]["total_tokens"] == last["prompt_tokens"] + count
+        for frame, count in zip(frames, counts, strict=True)
+    )
+
+
 @pytest.mark.parametrize("script", [" Yes.", "Yes.", "  two spaces", " ", "\n x", " 日本"])
 @pytest.mark.parametrize("has_logprobs", [False, True])
 async def test_S1_the_space_after_the_speaker_belongs_to_the_template(script: str, has_logprobs: bool) -> None:

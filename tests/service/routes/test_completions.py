@@ -104,6 +104,20 @@ async def test_S3_usage_comes_only_when_asked_for(server: Gateway, is_asked: boo
         assert all("usage" not in frame and frame["choices"] for frame in frames)
 
 
+async def test_every_chunk_has_the_counts_so_far_where_they_are_asked_for(server: Gateway) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    frames = await stream(server, n=2, max_tokens=3, stream_options=options)
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    last = frames[-1]["usage"]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {last["prompt_tokens"]}
+    assert all(
+        frame["usage"]["total_tokens"] == last["prompt_tokens"] + count
+        for frame, count in zip(frames, counts, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("max_tokens", "reason"), [(3, "length"), (100, "stop")])
 async def test_S4_every_choice_ends_with_one_empty_piece_and_its_reason(
     server: Gateway, max_tokens: int, reason: str

@@ -435,3 +435,9 @@ async def test_a_refusal_of_the_engine_comes_as_a_status_not_in_the_stream(gatew
     response = await gateway.generate(input="x", stream=True)
     assert refused(response, 503)["code"] == "overloaded"
     assert response.headers["retry-after"] == "2"
+
+
+async def test_a_sessions_stream_has_no_running_usage(gateway: Gateway) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    error = refused(await gateway.generate(input="Once", stream=True, stream_options=options), 400)
+    assert error["param"] == "stream_options.continuous_usage_stats"
