@@ -44,6 +44,7 @@ from service.routes import (
 )
 from service.settings import Settings, items_of, naming
 from service.state.keeper import SnapshotPolicy, StateKeeper
+from service.state.replica import replica_name
 from service.state.resting import shedding_snapshots
 from service.stores.expiry import removing_expired
 from service.stores.instrumented import instrumented, instrumented_records, instrumented_states, traced_prefixes
@@ -165,6 +166,7 @@ def create_app(
             tenants=tenants,
             max_retained=settings.retained_snapshots,
             state_format=StateFormat(settings.state_dtype),
+            replica=replica_name(settings.port),
             keeper=StateKeeper(
                 backend,
                 store,

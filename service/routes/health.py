@@ -51,7 +51,9 @@ async def ready(services: ServicesDep) -> Response:
         "accepting": not services.lifecycle.is_draining,
     }
     is_ready = all(checks.values())
-    return json_response({"status": "ready" if is_ready else "not ready", "checks": checks}, 200 if is_ready else 503)
+    status = "ready" if is_ready else "not ready"
+    body = {"status": status, "checks": checks, "replica": services.turns.replica}
+    return json_response(body, 200 if is_ready else 503)
 
 
 async def is_writable(services: Services) -> bool:

@@ -378,4 +378,5 @@ def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
         "ttl_s": head.ttl_s,
         "expires_at": None if head.expires_at is None else math.ceil(head.expires_at),
         "forked_from": head.forked_from,
+        "replica": head.replica or None,
     }

@@ -209,6 +209,7 @@ class SessionAnswer(BaseModel):
     ttl_s: float | None
     expires_at: int | None
     forked_from: str | None
+    replica: str | None
     cancelled: bool | None = None
     rebuilt: str | None = None
     mark: int | None = None
@@ -342,6 +343,7 @@ class ReadyAnswer(BaseModel):
 
     status: Literal["ready", "not ready"]
     checks: dict[str, bool]
+    replica: str
 
 
 class FileAnswer(BaseModel):

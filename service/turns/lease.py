@@ -48,6 +48,7 @@ class HeldLease:
         state_format: StateFormat,
         on_lost: Callable[[NsmError], None],
         hot: Snapshot | None = None,
+        replica: str = "",
     ) -> None:
         self.stored = leased.stored
         self.hot = hot if leased.is_known else None
@@ -57,6 +58,7 @@ class HeldLease:
         self.record = leased.record
         self.fence = leased.lease.fence
         self.has_written = False
+        self._replica = replica
         self._lease = leased.lease
         self._store = store
         self._lease_s = lease_s
@@ -70,7 +72,7 @@ class HeldLease:
         if commit.snapshot is not None:
             retention = self._retention(commit.position, commit.model_fingerprint)
             commit = dataclasses.replace(commit, retention=retention)
-        return await self._write(self._store.commit, commit)
+        return await self._write(self._store.commit, dataclasses.replace(commit, replica=self._replica))
 
     async def rewind(self, rewind: Rewind) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
@@ -159,7 +161,8 @@ class HeldLease:
 class Leases:
     """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more.
 
-    `max_retained`: how many older snapshots a session keeps. `state_format`: see HeldLease.
+    `max_retained`: how many older snapshots a session keeps. `state_format`: see HeldLease. `replica`: the name of this
+    process, which heads keep.
     """
 
     def __init__(
@@ -170,8 +173,10 @@ class Leases:
         metrics: Metrics,
         max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,
+        replica: str = "",
     ) -> None:
         self._store = store
+        self._replica = replica
         self._max_retained = max_retained
         self._state_format = state_format
         self._lease_s = lease_s
@@ -217,4 +222,5 @@ class Leases:
             state_format=self._state_format,
             on_lost=on_lost,
             hot=None if hot is None else hot.snapshot,
+            replica=self._replica,
         )

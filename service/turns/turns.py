@@ -55,14 +55,21 @@ class TurnRegistry:
         max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,
         keeper: StateKeeper | None = None,
+        replica: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keeper`: None for one that stores each turn's state and keeps none."""
+        """`keeper`: None for one that stores each turn's state and keeps none. `replica`: see SessionHead."""
+        self.replica = replica
         self._backend = backend
         self._store = store
         self.keeper = keeper or StateKeeper(backend, store, metrics, state_format=state_format)
         self._leases = Leases(
-            store, lease_s=lease_s, metrics=metrics, max_retained=max_retained, state_format=state_format
+            store,
+            lease_s=lease_s,
+            metrics=metrics,
+            max_retained=max_retained,
+            state_format=state_format,
+            replica=replica,
         )
         self._metrics = metrics
         self._lifecycle = lifecycle

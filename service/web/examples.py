@@ -117,6 +117,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
         "ttl_s": 86400.0,
         "expires_at": 1796034951,
         "forked_from": None,
+        "replica": "5d1c02e7",
     },
     "CompletionAnswer": {
         "id": "cmpl-54d51917e39e478ea60242da431832b1-harbour",
@@ -151,6 +152,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
                 "ttl_s": 86400.0,
                 "expires_at": 1796034951,
                 "forked_from": None,
+                "replica": "5d1c02e7",
             }
         ],
         "has_more": False,
@@ -347,7 +349,11 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
         "'Assistant:' }}{% endif %}",
     },
     "LiveAnswer": {"status": "live"},
-    "ReadyAnswer": {"status": "ready", "checks": {"engine": True, "store": True, "accepting": True}},
+    "ReadyAnswer": {
+        "status": "ready",
+        "checks": {"engine": True, "store": True, "accepting": True},
+        "replica": "5d1c02e7",
+    },
     "ErrorBody": {
         "error": {
             "message": "temperature must be in [0, 2], got 3.0",

@@ -51,7 +51,7 @@ class SessionHead:
     `snapshot_version`, `snapshot_position`, `snapshot_bytes`: of the newest stored snapshot, which may be behind the
     head; zeros without one. `tokenizer_fingerprint`, `numerics`: of what computed the newest version, "" where it is
     not known: of an empty session, or from before these were kept. `energy_joules`: of all its turns, as far as it was
-    measured.
+    measured. `replica`: the one that made the newest version, and may have its state in memory: a hint, "" without one.
     """
 
     tenant: str
@@ -72,6 +72,7 @@ class SessionHead:
     tokenizer_fingerprint: str = ""
     numerics: str = ""
     energy_joules: float = 0.0
+    replica: str = ""
 
     @property
     def has_snapshot_at_head(self) -> bool:

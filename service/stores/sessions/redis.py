@@ -241,7 +241,13 @@ class RedisSessionStore:
     async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
         turn = commit.turn
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
-        args = (*_change_fields(commit), encode_ids(commit.new_ids), *record, retention_field(commit.retention))
+        args = (
+            *_change_fields(commit),
+            encode_ids(commit.new_ids),
+            *record,
+            retention_field(commit.retention),
+            commit.replica,
+        )
         return await self._move(COMMIT, lease, commit, args)
 
     async def put_snapshot(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:

@@ -1,7 +1,7 @@
 #!lua
 -- ARGV after those of redis_advance.lua: position, model_fingerprint, tokenizer_fingerprint, numerics, energy_joules,
 -- snapshot_bytes (0: it brings none), snapshot_checksum, log ids (bytes), turn_id ('' for none), the turn's result,
--- ttl_us, versions of older snapshots that stay (joined by commas).
+-- ttl_us, versions of older snapshots that stay (joined by commas), replica.
 local head, refusal = open_move()
 if refusal then return refusal end
 local has_snapshot = ARGV[13] ~= '0'
@@ -16,6 +16,7 @@ if has_snapshot then
 end
 changes.position, changes.model_fingerprint = ARGV[8], ARGV[9]
 changes.tokenizer_fingerprint, changes.numerics, changes.energy_joules = ARGV[10], ARGV[11], ARGV[12]
+changes.replica = ARGV[20]
 changes.num_log_tokens = whole(head.num_log_tokens + #ids / 4)
 changes.log_chunks = whole(log_chunks)
 return move_head(head, changes, turn_changes)

@@ -133,6 +133,7 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         tokenizer_fingerprint=fields.get("tokenizer_fingerprint", ""),
         numerics=fields.get("numerics", ""),
         energy_joules=float(fields.get("energy_joules", 0.0)),
+        replica=fields.get("replica", ""),
     )
     return StoredHead(
         head,

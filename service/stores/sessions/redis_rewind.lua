@@ -44,7 +44,7 @@ local retained_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
   retained = thin_retained(head, function(one) return tonumber(one.position) <= retained_end end),
   position = ARGV[8], model_fingerprint = ARGV[9], tokenizer_fingerprint = ARGV[10], numerics = ARGV[11],
-  energy_joules = ARGV[12], snapshot_bytes = ARGV[13], snapshot_checksum = ARGV[14],
+  energy_joules = ARGV[12], replica = '', snapshot_bytes = ARGV[13], snapshot_checksum = ARGV[14],
   snapshot_version = snapshot_bytes > 0 and whole(head.version + 1) or '0',
   snapshot_position = snapshot_bytes > 0 and ARGV[8] or '0',
   num_log_tokens = whole(num_kept), log_chunks = whole(log_chunks), log_marks = log_marks,

@@ -34,7 +34,7 @@ from service.stores.sqlite.process_lock import Processes
 HEAD_COLUMNS = (
     "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata, num_log_tokens, "
     "snapshot_bytes, ttl_s, expires_at, forked_from, snapshot_version, snapshot_position, tokenizer_fingerprint, "
-    "numerics, energy_joules"
+    "numerics, energy_joules, replica"
 )
 REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
 CHILDREN = ("snapshots", "older_snapshots", "log_chunks", "turns")
@@ -321,12 +321,13 @@ def move_head(
         tokenizer_fingerprint=change.tokenizer_fingerprint,
         numerics=change.numerics,
         energy_joules=change.energy_joules,
+        replica=change.replica,
     )
     connection.execute(
         "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
-        f"expires_at = ?, tokenizer_fingerprint = ?, numerics = ?, energy_joules = ?, {_FREE} WHERE {ONE}",
+        f"expires_at = ?, tokenizer_fingerprint = ?, numerics = ?, energy_joules = ?, replica = ?, {_FREE} WHERE {ONE}",
         (new.version, new.position, now, new.model_fingerprint, num_log_tokens, new.expires_at,
-         new.tokenizer_fingerprint, new.numerics, new.energy_joules, *head.key),
+         new.tokenizer_fingerprint, new.numerics, new.energy_joules, new.replica, *head.key),
     )  # fmt: skip
     return new
 

@@ -150,7 +150,11 @@ def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version
 
 def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
     """Inside the caller's transaction."""
-    connection.execute("DELETE FROM turns WHERE expires_at <= ?", (now,))
+    due = "SELECT tenant, session_id FROM sessions WHERE records_due_at <= ?"
+    statement = f"DELETE FROM turns WHERE expires_at <= ? AND (tenant, session_id) IN ({due})"
+    connection.execute(statement, (now, now))
+    first = "SELECT min(expires_at) FROM turns WHERE tenant = sessions.tenant AND session_id = sessions.session_id"
+    connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE records_due_at <= ?", (now,))
 
 
 def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, now: float) -> TurnRecord | None:
@@ -222,6 +226,9 @@ def _end(
         "AND status = 'running'",
         (status, result, expires_at, *key),
     )
+    # Rarely: while the session is used, the first of its records that expires is the oldest one
+    due = f"UPDATE sessions SET records_due_at = ? WHERE {ONE} AND (records_due_at IS NULL OR records_due_at > ?)"
+    connection.execute(due, (expires_at, *head.key, expires_at))
 
 
 def _running_id(connection: sqlite3.Connection, head: SessionHead) -> str | None:

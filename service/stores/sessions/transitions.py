@@ -91,7 +91,7 @@ class Commit:
     of them sampled with `seed`. `position`: tokens fed.
 
     `snapshot`: the state then; None leaves the stored one, from which the log leads to it. `turn`: the turn that ends
-    with it, None for none. `retention`: the older snapshots that stay if it brings one. The last three: see
+    with it, None for none. `retention`: the older snapshots that stay if it brings one. The last four: see
     SessionHead.
     """
 
@@ -107,6 +107,7 @@ class Commit:
     tokenizer_fingerprint: str = ""
     numerics: str = ""
     energy_joules: float = 0.0
+    replica: str = ""
 
     @property
     def version(self) -> int:
@@ -142,7 +143,7 @@ class Rewind:
     """The next version of a session after `expected_version`: the first `num_log_tokens` of its log, and the state
     after `position` of them. `snapshot` and `seed` are None for an empty session.
 
-    `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. The last three: see
+    `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. The last four: see
     SessionHead.
     """
 
@@ -156,6 +157,7 @@ class Rewind:
     tokenizer_fingerprint: str = ""
     numerics: str = ""
     energy_joules: float = 0.0
+    replica: str = ""
 
     @property
     def version(self) -> int:

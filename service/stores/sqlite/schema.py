@@ -231,8 +231,70 @@ ONE_TABLE_OF_SNAPSHOTS = """
     END;
 """
 
+# Version 5: a turn writes fewer pages. Its record has no index by expiry and takes no number from a counter's table:
+# its session says when records of it may have expired. The head also names the replica that moved it last.
+FEWER_PAGES_A_TURN = """
+    ALTER TABLE sessions ADD COLUMN replica TEXT NOT NULL DEFAULT '';
+    ALTER TABLE sessions ADD COLUMN records_due_at REAL;
+    UPDATE sessions SET records_due_at = (SELECT min(expires_at) FROM turns
+        WHERE turns.tenant = sessions.tenant AND turns.session_id = sessions.session_id);
+    CREATE INDEX sessions_by_due_records ON sessions (records_due_at) WHERE records_due_at IS NOT NULL;
+    DROP TRIGGER usage_of_begun_turn;
+    DROP TRIGGER usage_of_ended_turn;
+    DROP TRIGGER usage_of_deleted_turn;
+    DROP TRIGGER usage_of_new_chunk;
+    DROP TRIGGER usage_of_deleted_chunk;
+    ALTER TABLE turn_chunks RENAME TO old_turn_chunks;
+    ALTER TABLE turns RENAME TO old_turns;
+    CREATE TABLE turns (
+        number           INTEGER PRIMARY KEY,
+        tenant           TEXT    NOT NULL,
+        session_id       TEXT    NOT NULL,
+        turn_id          TEXT    NOT NULL,
+        identity         TEXT,
+        digest           TEXT    NOT NULL,
+        base_version     INTEGER NOT NULL,
+        status           TEXT    NOT NULL,
+        request          BLOB    NOT NULL,
+        result           BLOB,
+        is_cancel_wanted INTEGER NOT NULL DEFAULT 0,
+        expires_at       REAL,
+        UNIQUE (tenant, session_id, turn_id),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    );
+    CREATE TABLE turn_chunks (
+        turn_number  INTEGER NOT NULL REFERENCES turns ON DELETE CASCADE,
+        chunk_number INTEGER NOT NULL,
+        chunk        BLOB    NOT NULL,
+        tenant       TEXT    NOT NULL,
+        PRIMARY KEY (turn_number, chunk_number)
+    );
+    INSERT INTO turns SELECT number, tenant, session_id, turn_id, identity, digest, base_version, status, request,
+        result, is_cancel_wanted, expires_at FROM old_turns;
+    INSERT INTO turn_chunks SELECT turn_number, chunk_number, chunk, tenant FROM old_turn_chunks;
+    DROP TABLE old_turn_chunks;
+    DROP TABLE old_turns;
+    CREATE TRIGGER usage_of_begun_turn AFTER INSERT ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF request, result ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) - length(old.request)
+            + coalesce(length(new.result), 0) - coalesce(length(old.result), 0) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.request) - coalesce(length(old.result), 0)
+            WHERE tenant = old.tenant;
+    END;
+    CREATE TRIGGER usage_of_new_chunk AFTER INSERT ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.chunk) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_chunk AFTER DELETE ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.chunk) WHERE tenant = old.tenant;
+    END;
+"""
+
 # Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
-MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS, ONE_TABLE_OF_SNAPSHOTS)
+MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS, ONE_TABLE_OF_SNAPSHOTS, FEWER_PAGES_A_TURN)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};

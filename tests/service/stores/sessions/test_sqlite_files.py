@@ -20,7 +20,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
 from tests.support.snapshots import make_snapshot
-from tests.support.stored_sessions import acquire, commit, opened
+from tests.support.stored_sessions import Clock, acquire, commit, opened
 
 BESIDE = {"sessions.db", *(f"sessions.db-{name}" for name in ("wal", "shm", "ballast", "stamp"))}
 KEY = SessionKey("default", "s1")
@@ -45,13 +45,13 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("version", [0, 5, 99])
+@pytest.mark.parametrize("version", [0, 6, 99])
 async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 4"):
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 5"):
         await SqliteSessionStore(path).open()
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (version,)
@@ -84,6 +84,36 @@ async def test_a_session_of_schema_1_has_its_snapshot_at_its_head(path: Path) ->
         assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(raw) + 12
         assert (await store.get(SessionKey(KEY.tenant, "empty"))).snapshot_version == 0
         assert (await commit(store, stored.head)).snapshot_version == 2
+
+
+async def test_turn_records_of_schema_4_are_kept(path: Path) -> None:
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        for script in sqlite_schema.MIGRATIONS[:4]:
+            old.executescript(script)
+        old.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        old.execute("PRAGMA user_version = 4")
+        columns = "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata"
+        statement = f"INSERT INTO sessions ({columns}, num_log_tokens, snapshot_bytes) VALUES (?,?,?,?,?,?,?,?,?,?)"
+        old.execute(statement, (*KEY, 0, 0, 5.0, 5.0, "m1", "{}", 0, 0))
+        turns = "tenant, session_id, turn_id, identity, digest, base_version, status, request, result, expires_at"
+        statement = f"INSERT INTO turns ({turns}) VALUES (?,?,?,?,?,?,?,?,?,?)"
+        old.execute(statement, (*KEY, "t1", "key:1", "d", 0, "committed", b"", None, 50.0))
+        old.execute("UPDATE turns SET result = ? WHERE turn_id = 't1'", (b"result",))
+        old.execute(statement, (*KEY, "t2", None, "d", 0, "running", b"request", None, None))
+        (number,) = old.execute("SELECT number FROM turns WHERE turn_id = 't2'").fetchone()
+        old.execute("INSERT INTO turn_chunks VALUES (?, 0, ?, ?)", (number, b"chunk", KEY.tenant))
+    clock = Clock()
+    async with opened(SqliteSessionStore(path, clock=lambda: 10.0)) as store:
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"result" + b"request" + b"chunk")
+        running, ended = await store.get_turn(KEY, turn_id="t2"), await store.get_turn(KEY, identity="key:1")
+        assert running is not None
+        assert ended is not None
+        assert (running.request, running.chunks, ended.result) == (b"request", (b"chunk",), b"result")
+    async with opened(SqliteSessionStore(path, clock=clock)) as store:  # 1000: the result has expired
+        await store.remove_expired()
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"request" + b"chunk")
+        assert await store.get_turn(KEY, turn_id="t1") is None
 
 
 async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
