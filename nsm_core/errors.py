@@ -157,6 +157,15 @@ class Overloaded(NsmError):
         self.param = param
 
 
+class ModelUnavailable(NsmError):
+    """A model that the server knows cannot be loaded now; try again after `retry_after_s`. Other models are served."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 10.0) -> None:
+        super().__init__(message)
+        self.param = "model"
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(NsmError):
     """The request's own deadline passed before it finished."""
 

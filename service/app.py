@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -42,6 +42,7 @@ from service.routes import (
     streams,
     tokenize,
 )
+from service.served_models import OtherModel, ServedModels
 from service.settings import Settings, items_of, naming
 from service.state.keeper import SnapshotPolicy, StateKeeper
 from service.state.replica import replica_name
@@ -110,13 +111,14 @@ def create_app(
     prefixes: PrefixStore | None = None,
     tracing: Tracing | None = None,
     *,
+    others: Sequence[OtherModel] = (),
     prefix_min_tokens: int = PREFIX_MIN_TOKENS,
     receive_timeout_s: float = RECEIVE_TIMEOUT_S,
 ) -> FastAPI:
     """An application that starts and stops its backend and stores. Its parts are at `app.state.services`.
 
-    `prefixes`: None for a store in memory. `tracing`: None for no traces. `prefix_min_tokens`: see PrefixResume.
-    `receive_timeout_s`: longest pause between two pieces of a body.
+    `prefixes`: None for a store in memory. `tracing`: None for no traces. `others`: models that are loaded on demand.
+    `prefix_min_tokens`: see PrefixResume. `receive_timeout_s`: longest pause between two pieces of a body.
 
     Raises ConfigError when the file of API keys cannot be used.
     """
@@ -134,7 +136,6 @@ def create_app(
     store = instrumented(store, collected.sessions, tracer)
     records = instrumented_records(records, collected.sessions, tracer)
     if tracing is not None:
-        backend = TracedBackend(backend, tracing.tracer)
         prefixes = traced_prefixes(prefixes, tracing.tracer)
     state_store = instrumented_states(states_beside(base_store), collected.sessions, tracer)
     with naming("state_key_file"):
@@ -142,55 +143,76 @@ def create_app(
     tenants = Tenants(keys, store, collected, records, state_store)
     if keys is not None:
         store = QuotaStore(store, tenants)
-    prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
-    services = Services(
-        settings=settings,
-        backend=backend,
-        store=store,
-        metrics=collected,
-        lifecycle=lifecycle,
-        prompts=prompts,
-        prefix_resume=PrefixResume(
-            backend,
-            prefixes if settings.prefix_cache_mb else None,
-            collected,
-            state_format=StateFormat(settings.state_dtype),
-            min_tokens=prefix_min_tokens,
-        ),
-        turns=TurnRegistry(
-            backend,
-            store,
+    models: ServedModels[Services] = ServedModels(
+        others,
+        metrics=collected.models,
+        max_bytes=None if settings.models_memory_mb is None else settings.models_memory_mb * MIB,
+    )
+    background, news, files = Background(), asyncio.Event(), Files(records, tenants)
+
+    def services_of(settings: Settings, backend: InferenceBackend) -> Services:
+        """Those of one model; what follows from no model is shared."""
+        if tracing is not None:
+            backend = TracedBackend(backend, tracing.tracer)
+        prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
+        state_format = StateFormat(settings.state_dtype)
+        return Services(
+            settings=settings,
+            backend=backend,
+            store=store,
             metrics=collected,
             lifecycle=lifecycle,
-            lease_s=settings.lease_s,
-            tenants=tenants,
-            max_retained=settings.retained_snapshots,
-            state_format=StateFormat(settings.state_dtype),
-            replica=replica_name(settings.port),
-            keeper=StateKeeper(
+            prompts=prompts,
+            prefix_resume=PrefixResume(
+                backend,
+                prefixes if settings.prefix_cache_mb else None,
+                collected,
+                state_format=state_format,
+                min_tokens=prefix_min_tokens,
+            ),
+            turns=TurnRegistry(
                 backend,
                 store,
-                collected,
-                policy=SnapshotPolicy(max_bytes=settings.state_cache_mb * MIB, limit=settings.snapshot_tokens),
+                metrics=collected,
+                lifecycle=lifecycle,
+                lease_s=settings.lease_s,
+                tenants=tenants,
                 max_retained=settings.retained_snapshots,
-                state_format=StateFormat(settings.state_dtype),
+                state_format=state_format,
+                replica=replica_name(settings.port),
+                keeper=StateKeeper(
+                    backend,
+                    store,
+                    collected,
+                    policy=SnapshotPolicy(max_bytes=settings.state_cache_mb * MIB, limit=settings.snapshot_tokens),
+                    max_retained=settings.retained_snapshots,
+                    state_format=state_format,
+                ),
             ),
-        ),
-        tenants=tenants,
-        records=records,
-        states=StateLibrary(
-            backend,
-            state_store,
-            tenants,
-            prompts,
-            collected.sessions,
-            seal=seal,
-            state_format=StateFormat(settings.state_dtype),
-        ),
-        files=Files(records, tenants),
-        background=Background(),
-        batch_news=asyncio.Event(),
-        tracing=tracing,
+            tenants=tenants,
+            records=records,
+            states=StateLibrary(
+                backend,
+                state_store,
+                tenants,
+                prompts,
+                collected.sessions,
+                seal=seal,
+                state_format=state_format,
+                name_of=models.name_of,
+            ),
+            models=models,
+            files=files,
+            background=background,
+            batch_news=news,
+            tracing=tracing,
+        )
+
+    services = services_of(settings, backend)
+    models.open(
+        services,
+        lambda other, backend: services_of(settings.for_other_model(other.name), backend),
+        _serving_another,
     )
     app = DescribedApi(
         title="nsm",
@@ -232,7 +254,7 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         *_origins(settings),
         Middleware(TrackRequests, lifecycle=services.lifecycle),
         Middleware(Authenticate, tenants=services.tenants),
-        Middleware(ShedLoad, backend=services.backend),
+        Middleware(ShedLoad, backend=None if services.models.has_others else services.backend),
         Middleware(
             Body,
             max_bytes=settings.max_body_bytes,
@@ -279,5 +301,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.background.drain)
         # turns commit before the engine and the store are gone; a graceful stop has drained them long before
         stack.push_async_callback(services.turns.drain, 0.0)
+        await stack.enter_async_context(services.models.running())
         await stack.enter_async_context(BatchRunner(services).running())
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _serving_another(services: Services) -> AsyncIterator[None]:
+    """A model beside the first, from its start to its end. Its turns commit before its engine stops."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(services.backend.stop)
+        await services.backend.start()
+        stack.push_async_callback(services.prefix_resume.drain)
+        stack.push_async_callback(services.turns.drain, 0.0)
         yield

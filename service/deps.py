@@ -14,16 +14,16 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from nsm_core.chat_template import ChatTemplate, get_template
-from nsm_core.errors import NotFound
+from nsm_core.errors import NotFound, StateMismatch
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.files.stored_files import Files
 from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
-from service.messages import quoted
 from service.named_states.library import StateLibrary
 from service.prompts import PromptEncoder
 from service.schemas.common import MAX_CHOICES, Limits
+from service.served_models import ServedModels
 from service.settings import Settings
 from service.stores.prefixes.resume import PrefixResume
 from service.stores.records.base import Kind, Record, RecordStore
@@ -53,6 +53,7 @@ class Services:
     tenants: Tenants
     records: RecordStore
     states: StateLibrary
+    models: ServedModels[Services]
     files: Files
     background: Background
     batch_news: asyncio.Event  # a batch was created or cancelled here
@@ -98,11 +99,37 @@ class Services:
             line, fields = "request_id=%s prompt=%s", {"prompt": prompt}
             prompt_logger.info(line, arrival.request_id, json.dumps(prompt), extra={"fields": fields})
 
-    def check_model(self, name: str | None) -> None:
-        """Raises NotFound for a model that is not served here; None means the served one."""
-        if name is not None and name != self.model_name:
-            message = f"the model {quoted(name)} does not exist; this server serves {self.model_name!r}"
-            raise NotFound(message, param="model", code="model_not_found")
+    @property
+    def num_running(self) -> int:
+        """Turns of the model's sessions that run in this process."""
+        return self.turns.num_running
+
+    async def for_model(self, name: str | None) -> Services:
+        """Those of a model, which is loaded if need be; None: of the first. Raises NotFound or ModelUnavailable."""
+        return await self.models.get(name)
+
+    async def for_session(self, key: SessionKey, model: str | None = None) -> Services:
+        """Those of the model that made the session, which stays with it; of the first if that is not served here.
+
+        Raises NotFound, ModelUnavailable, or StateMismatch if the request names another model.
+        """
+        if not self.models.has_others:
+            return await self.for_model(model)
+        if model is not None:
+            self.models.require_known(model)
+        fingerprint = (await self.store.get(key)).model_fingerprint
+        own = self.models.name_of(fingerprint) or self.models.first.model_name
+        if model is not None and model != own:
+            raise StateMismatch(
+                f"session {key.session_id!r} is of the model {own!r} and stays with it; the request names {model!r}",
+                param="model",
+            )
+        return await self.for_model(own)
+
+    def turns_of(self, key: SessionKey) -> TurnRegistry:
+        """The registry in which a turn of the session runs; where none runs, this one."""
+        registries = (served.turns for served in self.models.loaded)
+        return next((turns for turns in registries if turns.is_running(key)), self.turns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +138,19 @@ class TenantScope:
 
     services: Services
     tenant: str
+
+    async def for_model(self, name: str | None) -> TenantScope:
+        """As `Services.for_model`."""
+        return TenantScope(await self.services.for_model(name), self.tenant)
+
+    async def for_session(self, session_id: str) -> TenantScope:
+        """As `Services.for_session`; this one for a session that is gone."""
+        if not self.services.models.has_others:
+            return self
+        try:
+            return TenantScope(await self.services.for_session(self.session_key(session_id)), self.tenant)
+        except NotFound:
+            return self
 
     def session_key(self, session_id: str) -> SessionKey:
         return SessionKey(self.tenant, session_id)

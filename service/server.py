@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +30,7 @@ from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.served_models import OtherModel
 from service.settings import Settings, is_tracing_on, label, naming
 from service.state.other_model import other_model
 from service.stores.prefixes.factory import make_prefix_store
@@ -93,7 +96,7 @@ def run_gateway(
     """
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
-    app = create_app(settings, make(settings), store, prefixes, tracing)
+    app = create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
     config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(serve(app, config, sock, is_announced=is_announced, started=started))
@@ -137,15 +140,52 @@ async def warn_of_other_model(services: Services) -> None:
 
     Only the newest sessions of the default tenant are read, up to one with a text: a turn warns of any other.
     """
-    running = services.backend.model.fingerprint
+    running, models = services.backend.model.fingerprint, services.models
     with contextlib.suppress(NsmError):
         newest = (await services.store.list(tenant=DEFAULT_TENANT, limit=NUM_NEWEST)).heads
         made_by = next((head.model_fingerprint for head in newest if head.num_log_tokens), running)
-        if made_by != running:
+        if models.name_of(made_by) is None:
             logger.warning(
                 "the newest session was made by model %s, which does not run here: %s",
                 *await asyncio.to_thread(other_model, made_by),
             )
+
+
+def other_models(settings: Settings) -> list[OtherModel]:
+    """The models that are loaded on demand. Their files are read for their fingerprints alone.
+
+    Raises CheckpointError, or ConfigError for a model or a name that is there twice.
+    """
+    further = settings.further_models()
+    if not further:
+        return []
+    from nsm_core.architectures import identify
+    from nsm_core.model.bundled import find_checkpoint
+
+    with naming("model"):
+        first, _ = identify(settings.model)
+    taken = {first: settings.served_model_name or find_checkpoint(settings.model).resolve().name}
+    others = []
+    for name, path in further.items():
+        with naming("models"):
+            fingerprint, _ = identify(path)
+            if name in taken.values() or fingerprint in taken:
+                raise ConfigError(f"the model {name!r} is there twice, as {taken.get(fingerprint, name)!r} too")
+        taken[fingerprint] = name
+        own = settings.model_copy(update={"model": path})
+        others.append(
+            OtherModel(
+                name=name,
+                fingerprint=fingerprint,
+                num_file_bytes=_num_file_bytes(path),
+                load=functools.partial(make_local_backend, own),
+            )
+        )
+    return others
+
+
+def _num_file_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
 
 
 def make_backend(settings: Settings) -> InferenceBackend:
@@ -342,11 +382,16 @@ class GracefulServer(uvicorn.Server):
         services = self._services
         grace_s = services.settings.grace_s
         logger.info("stopping: running requests may finish within %g s", grace_s)
-        is_idle, _ = await asyncio.gather(services.lifecycle.wait_idle(grace_s), services.turns.drain(grace_s))
+        is_idle, _ = await asyncio.gather(
+            services.lifecycle.wait_idle(grace_s),
+            services.models.on_loaded(lambda served: served.turns.drain(grace_s)),
+        )
         if not is_idle:
             logger.warning("aborting requests that did not finish within %g s", grace_s)
-        services.turns.stop_following()
-        await services.backend.stop()  # running requests end with abort, and their clients get an error frame
+        for served in services.models.loaded:
+            served.turns.stop_following()
+        # running requests end with abort, and their clients get an error frame
+        await services.models.on_loaded(lambda served: served.backend.stop())
         await services.lifecycle.wait_idle(FINAL_FRAMES_S)
 
     def _exit(self, stopping: asyncio.Task[None]) -> None:

@@ -99,6 +99,19 @@ class Settings(BaseSettings):
         description="Model file or directory, or the name of a bundled model. With Triton servers: the model they must "
         "have.",
     )
+    models: Annotated[str | None, Shown(default="none", page="[several models](models.md#several-models)")] = Field(
+        default=None,
+        description="Further models, with commas, each as PATH or NAME=PATH, loaded when a request names them. As an "
+        "option, --model may be repeated instead.",
+    )
+    models_memory_mb: Annotated[
+        int | None, Shown(default="no limit", page="[several models](models.md#several-models)")
+    ] = Field(
+        default=None,
+        ge=1,
+        description="MiB that further models may take together, files and states. The least recently used one that "
+        "nobody uses makes room.",
+    )
     chat_template: Annotated[
         str | None, Shown(default="the model's own", page="[chat templates](models.md#chat-template)")
     ] = Field(default=None, description="How chats become text: a template's name, or a file of Jinja.")
@@ -333,6 +346,38 @@ class Settings(BaseSettings):
                 f"every row decodes one token a step; got '{self.token_budget}'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _further_models(self) -> Settings:
+        if self.models_memory_mb is not None and not self.further_models():
+            raise ValueError(f"{label('models_memory_mb')} has no effect without {label('models')}")
+        if self.further_models() and self.triton_url is not None:
+            raise ValueError(f"{label('models')} has no effect with NSM_TRITON_URL: a gateway serves one Triton model")
+        if self.further_models() and self.workers:
+            raise ValueError(f"{label('models')} has no effect with {label('workers')}: one process loads models")
+        return self
+
+    def further_models(self) -> dict[str, Path]:
+        """The models beside the first, by the names that clients use, which are those of their files if not given.
+
+        Raises ValueError for a name that is there twice, and for a bundled name that is not known.
+        """
+        found: dict[str, Path] = {}
+        for item in items_of(self.models):
+            given, equals, rest = item.partition("=")
+            path = self._bundled_by_name(Path(rest if equals else item))
+            if path is not None:
+                name = given if equals else path.resolve().name
+                if not name or name in found:
+                    raise ValueError(
+                        f"{label('models')}: names must differ, and {name!r} is there twice; write NAME=PATH"
+                    )
+                found[name] = path.expanduser().absolute()
+        return found
+
+    def for_other_model(self, name: str) -> Settings:
+        """The settings of a model beside the first: words for chats are its own."""
+        return self.model_copy(update={"served_model_name": name, "chat_template": None})
 
     def engine_limits(self) -> EngineLimits:
         """The engine's share of the settings."""

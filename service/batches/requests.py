@@ -11,7 +11,15 @@ from typing import Any, Protocol, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from nsm_core.errors import InvalidRequest, Overloaded, RateLimited, SessionBusy, StorageFull, StoreUnavailable
+from nsm_core.errors import (
+    InvalidRequest,
+    ModelUnavailable,
+    Overloaded,
+    RateLimited,
+    SessionBusy,
+    StorageFull,
+    StoreUnavailable,
+)
 from nsm_core.hashing import identity_of
 from service.batches.input_lines import InputLine
 from service.deps import Arrival, Services, TenantScope
@@ -23,11 +31,19 @@ from service.schemas.chat import ChatBody
 from service.schemas.completions import CompletionBody
 from service.schemas.embeddings import EmbeddingsBody
 from service.schemas.responses import CreateResponseBody
+from service.served_models import holding_models
 from service.web.errors import answer, report
 
 Body = TypeVar("Body", ChatBody, CompletionBody, CreateResponseBody, EmbeddingsBody)
 
-PASSING = (Overloaded, RateLimited, SessionBusy, StorageFull, StoreUnavailable)  # a later try may succeed
+PASSING = (
+    ModelUnavailable,
+    Overloaded,
+    RateLimited,
+    SessionBusy,
+    StorageFull,
+    StoreUnavailable,
+)  # a later try may succeed
 RETRY_S = 0.5
 
 
@@ -91,11 +107,12 @@ async def _collect(request: LineRequest, endpoint: str, request_id: str) -> dict
     services, tenant = request.services, request.tenant
     await services.tenants.check_stored_bytes(tenant)
     arrival = Arrival(request_id=request_id, time=time.monotonic())
-    opened = await OPENERS[endpoint](request, arrival)
-    try:
-        return await opened.collect()
-    finally:
-        opened.leave()
+    with holding_models():
+        opened = await OPENERS[endpoint](request, arrival)
+        try:
+            return await opened.collect()
+        finally:
+            opened.leave()
 
 
 async def _open_chat(request: LineRequest, arrival: Arrival) -> Answer:

@@ -17,10 +17,19 @@ def serve(ctx: typer.Context, **options: Any) -> None:
 
     Every option is also a variable, --max-slots is NSM_MAX_SLOTS; the option wins. Times are in seconds.
     """
-    settings = load_settings(**options)
+    settings = load_settings(**with_further_models(options))
     from service.server import run  # imports the engine, so it comes after bad settings were refused
 
     run(settings)
+
+
+def with_further_models(options: dict[str, Any]) -> dict[str, Any]:
+    """Of a --model that was given several times the first is the model, and the others are further ones."""
+    first, *others = options.pop("model") or [None]
+    if others:
+        further = [options["models"], *map(str, others)]
+        options["models"] = ",".join(item for item in further if item)
+    return {**options, "model": first}
 
 
 def _signature() -> inspect.Signature:
@@ -35,7 +44,8 @@ def _option(name: str) -> inspect.Parameter:
     kind, choices = option_type(field.annotation)
     metavar = f"[{'|'.join(choices)}]" if choices else None
     info = typer.Option(help=field.description, show_default=shown_default(name), metavar=metavar)
-    annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
+    is_repeated = name == "model"
+    annotation = Annotated[list[Path] | None if is_repeated else kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

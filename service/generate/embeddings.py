@@ -89,7 +89,7 @@ async def state_after(backend: InferenceBackend, ids: tuple[int, ...], *, reques
 
 async def open_embeddings(services: Services, tenant: str, body: EmbeddingsBody, arrival: Arrival) -> Embeddings:
     """Checks the body; errors become the answer's status."""
-    services.check_model(body.model)
+    services = await services.for_model(body.model)
     ids = [(await services.prompts.read(one, param="input")).ids for one in body.input]
     return Embeddings(services, tenant, body, ids, arrival)
 

@@ -153,7 +153,7 @@ async def open_session_turn(
     idempotency_key: str | None = None,
 ) -> SessionAnswer:
     """Checks the body and begins the turn; errors become the answer's status."""
-    services.check_model(body.model)
+    services = await services.for_session(key, body.model)
     spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
     digest = digest_of(body.model_dump(exclude=body.digest_exclude))
     identity = retry_identity(idempotency_key, body.expected_version, digest)
@@ -195,7 +195,9 @@ async def open_stream(services: Services, tenant: str, stream_id: str) -> Sessio
     found = _STREAM_ID.fullmatch(stream_id)
     if found is None or not SESSION_ID.fullmatch(found["session_id"]):
         raise stream_not_found(stream_id)
-    source = await services.turns.follow(SessionKey(tenant, found["session_id"]), turn_id=stream_id)
+    key = SessionKey(tenant, found["session_id"])
+    services = await services.for_session(key)
+    source = await services.turns.follow(key, turn_id=stream_id)
     services.metrics.sessions.stream_resumed()
     return SessionAnswer(services, source, has_usage_chunk=source.render_options.get("has_usage_chunk", False))
 

@@ -41,7 +41,7 @@ async def create_state(
     await library.require_own_name(tenant, body.name)
     text: str | None = None
     if body.session is not None:
-        with library.tenants.enter(tenant), _naming_field(body):
+        with library.tenants.enter(tenant), naming_field(body):
             file = await session_file(
                 library.backend,
                 sessions,
@@ -52,17 +52,17 @@ async def create_state(
                 state_format=library.state_format,
             )
     elif body.file is not None:
-        with _naming_field(body):
+        with naming_field(body):
             file = await library.read_file(await asyncio.to_thread(_decode_file, body.file))
     else:
         text = body.text if body.text is not None else border_text(template, core_messages(body.messages or []))
         file = await _read(library, tenant, body, text, deadline)
-    with _naming_field(body):
+    with naming_field(body):
         return await library.add(tenant, body.name, file, source=body.source, text=text, metadata=body.metadata)
 
 
 @contextlib.contextmanager
-def _naming_field(body: CreateStateBody) -> Iterator[None]:
+def naming_field(body: CreateStateBody) -> Iterator[None]:
     """Errors of a file or a session get the name of the field of this body that they came in."""
     try:
         yield

@@ -12,7 +12,7 @@ import dataclasses
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nsm_core.errors import Forbidden, InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.state.quantize import StateFormat
@@ -34,7 +34,9 @@ MAX_CACHED_BYTES = 128 * 2**20
 
 
 class StateLibrary:
-    """Of one application. `seal`: of states that clients carry."""
+    """Of one model. `seal`: of states that clients carry. `name_of`: the name of the model with a fingerprint, if this
+    server serves it.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class StateLibrary:
         *,
         seal: StateSeal,
         state_format: StateFormat,
+        name_of: Callable[[str], str | None] = lambda fingerprint: None,
     ) -> None:
+        self._name_of = name_of
         self.seal = seal
         self.state_format = state_format
         self.backend, self.tenants, self.prompts = backend, tenants, prompts
@@ -91,14 +95,22 @@ class StateLibrary:
             raise name_is_published(name)
 
     async def read_file(self, raw: bytes) -> SessionFile:
-        """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
-        file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw), kind="state"))
+        """An uploaded state or session of this model, checked. Raises InvalidRequest, StateMismatch."""
+        file = await self.open_file(raw)
+        await self.require_usable(file)
+        return file
+
+    async def open_file(self, raw: bytes) -> SessionFile:
+        """An uploaded state or session, of any model. Raises InvalidRequest."""
+        return await asyncio.to_thread(lambda: read_file(self.seal.open(raw), kind="state"))
+
+    async def require_usable(self, file: SessionFile) -> None:
+        """Raises InvalidRequest or StateMismatch for an uploaded file that the model could never start from."""
         if file.is_tuned:
             await asyncio.to_thread(tuned_for, file, self.backend)
         require_tokenizer(file, self.backend)  # without a text it could never be used here
         if snapshot_of(file).header.model_fingerprint == self.backend.model.fingerprint:
             await asyncio.to_thread(require_fit, snapshot_of(file), self.backend.model)
-        return file
 
     async def list(self, tenant: str) -> tuple[NamedState, ...]:
         """The tenant's own states, then the published ones."""
@@ -168,6 +180,15 @@ class StateLibrary:
                 self._loading.pop(key, None)
             return start
 
+    def _require_own_model(self, fingerprint: str) -> None:
+        """Raises StateMismatch: a state stays with its model where that is served, and is not made again by another."""
+        other = None if fingerprint == self.backend.model.fingerprint else self._name_of(fingerprint)
+        if other is not None:
+            raise StateMismatch(
+                f"the state is of the model {other!r} and stays with it: name that model, or make one with this model",
+                param="state",
+            )
+
     def _cache(self, key: tuple[str, str, int, float], start: StartState) -> None:
         self._cached[key] = start
         self._num_cached_bytes += len(start.snapshot.state)
@@ -178,6 +199,7 @@ class StateLibrary:
     async def _own(self, tenant: str, file: SessionFile, text: str | None, deadline: float) -> SessionFile:
         """The file as one of the running model and its numerics class."""
         backend, snapshot = self.backend, snapshot_of(file)
+        self._require_own_model(file.header.model_fingerprint)
         if file.is_tuned:
             return await asyncio.to_thread(tuned_for, file, backend)
         has_tokenizer = file.header.tokenizer_fingerprint == backend.tokenizer.fingerprint

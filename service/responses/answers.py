@@ -108,10 +108,10 @@ class ReadAnswer:
         if stored.has_ended:
             yield _events_of(stored)
             return
-        services = self._scope.services
+        key = self._scope.session_key(stored.chain.end.session_id)
+        services = (await self._scope.for_session(key.session_id)).services
         text, num_given, ended = ResponseText(services), 0, None
         try:
-            key = self._scope.session_key(stored.chain.end.session_id)
             self._source = await services.turns.follow(key, turn_id=stored.id)
             async with contextlib.aclosing(_until_end(services, stored, self._source, text)) as batches:
                 async for batch in batches:

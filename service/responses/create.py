@@ -6,7 +6,7 @@ import dataclasses
 import time
 import uuid
 
-from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
+from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, StateMismatch, VersionConflict
 from nsm_core.hashing import identity_of
 from service.deps import Arrival, TenantScope
 from service.generate.structured import with_grammar
@@ -47,7 +47,7 @@ async def open_response(
 
     `key`: of an earlier try, whose response is given again if it came to its end or still runs.
     """
-    scope.services.check_model(body.model)
+    scope = await scope.for_model(body.model)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(scope.tenant, key)
     digest = digest_of(body.model_dump(exclude={*body.non_semantic_fields, "return_state"}))
     earlier = None if key is None or not body.store else await _earlier(scope, response_id, digest)
@@ -165,6 +165,7 @@ async def _after_response(scope: TenantScope, response_id: str) -> Context:
         became = "failed" if status == "failed" else "was cancelled"
         message = f"{param} must name a response that has an answer; {quoted(response_id)} {became}"
         raise InvalidRequest(message, param=param)
+    await _require_own_model(scope, previous.chain, param)
     return Context(chain=previous.chain, is_shared=previous.conversation_id is not None)
 
 
@@ -173,8 +174,27 @@ async def _in_conversation(scope: TenantScope, conversation_id: str) -> Context:
     if conversation.running_id is not None:
         await _end_running(scope, conversation)
         conversation = await load_conversation(scope, conversation_id, param="conversation")
+    if conversation.chain is not None:
+        await _require_own_model(scope, conversation.chain, "conversation")
     unread = await read_items(scope, conversation_id, conversation.item_ids[conversation.num_read :])
     return Context(chain=conversation.chain, unread=tuple(unread), conversation=conversation)
+
+
+async def _require_own_model(scope: TenantScope, chain: Chain, param: str) -> None:
+    """Raises StateMismatch: a chain stays with the model that made its sessions, if that is served here."""
+    services = scope.services
+    if not services.models.has_others:
+        return
+    try:
+        head = await services.store.get(scope.session_key(chain.end.session_id))
+    except NotFound:  # it is found out again, and told better
+        return
+    own = services.models.name_of(head.model_fingerprint)
+    if own not in (None, services.model_name):
+        raise StateMismatch(
+            f"{param} is of the model {own!r} and stays with it; the request names {services.model_name!r}",
+            param="model",
+        )
 
 
 async def _from_the_start(scope: TenantScope, conversation: Conversation) -> Context:
@@ -205,7 +225,7 @@ def _gone(body: ContextFields, error: NotFound) -> NotFound:
 
 async def count_input_tokens(scope: TenantScope, body: ContextFields) -> int:
     """`usage.input_tokens` of a response with this input. Raises what keeps it from being begun."""
-    scope.services.check_model(body.model)
+    scope = await scope.for_model(body.model)
     context = await find_context(scope, body)
     try:
         plan = await make_plan(scope, body, context, body.items())

@@ -122,4 +122,5 @@ async def let_go_of_sessions(scope: TenantScope, session_ids: Collection[str]) -
         return
     for session_id in await scope.services.records.let_go(tenant=scope.tenant, session_ids=session_ids):
         with contextlib.suppress(NotFound):
-            await scope.services.turns.delete(scope.session_key(session_id))
+            key = scope.session_key(session_id)
+            await scope.services.turns_of(key).delete(key)

@@ -12,7 +12,8 @@ async def cancel_response(scope: TenantScope, response_id: str) -> StoredRespons
     stored = await refresh_status(scope, await load_response(scope, response_id))
     if stored.has_ended:
         return stored
-    await scope.services.turns.cancel(scope.session_key(stored.chain.end.session_id))
+    key = scope.session_key(stored.chain.end.session_id)
+    await scope.services.turns_of(key).cancel(key)
     return await wait_for_result(scope, stored)
 
 

@@ -138,9 +138,10 @@ async def refresh_status(scope: TenantScope, stored: StoredResponse) -> StoredRe
         return await save_result(scope, stored, ResponseText(scope.services), _lost())
     if turn.status == "running":
         if not turn.lease_left_s:
-            taken = await scope.services.turns.take_over(key, stored.id)
+            own = await scope.for_session(key.session_id)
+            taken = await own.services.turns.take_over(key, stored.id)
             if taken is not None:
-                save_when_ended(scope, stored, taken)
+                save_when_ended(own, stored, taken)
         return stored
     return await wait_for_result(scope, stored)
 
@@ -150,8 +151,9 @@ async def wait_for_result(scope: TenantScope, stored: StoredResponse) -> StoredR
 
     Still in progress when the turn was handed over: this process stops.
     """
-    text = ResponseText(scope.services)
     key = scope.session_key(stored.chain.end.session_id)
+    scope = await scope.for_session(key.session_id)
+    text = ResponseText(scope.services)
     try:
         source = await scope.services.turns.follow(key, turn_id=stored.id)
         async with contextlib.aclosing(source.events()) as events:

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
-from service.named_states.create import create_state
+from service.named_states.create import create_state, naming_field
 from service.named_states.reference import Reference, parse_reference
 from service.routes.sessions import FILE_BODY, FILE_RESPONSES, FILE_TYPE, require_file_type
 from service.schemas.answers import DeletedAnswer, NamedStateAnswer, NamedStatePage
 from service.schemas.states import CreateStateBody, check_state_name
+from service.stores.sessions.key import SessionKey
 from service.stores.states.base import PUBLISHED, NamedState
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers
@@ -39,7 +40,11 @@ async def create(body: CreateStateBody, services: ServicesDep, tenant: TenantDep
 
     A text is read at once; the answer comes when its state is stored.
     """
-    services.check_model(body.model)
+    if body.session is None:
+        services = await services.for_model(body.model)
+    else:
+        with naming_field(body):
+            services = await services.for_session(SessionKey(tenant, body.session.id), body.model)
     deadline = arrival.time + services.settings.request_timeout_s
     head = await create_state(
         services.states,
@@ -106,14 +111,15 @@ async def import_file(
 ) -> Response:
     """The next version of a name from a file (the body): of a state, or of a session."""
     require_file_type(request.headers.get("content-type", ""), kind="state")
-    file = await services.states.read_file(await request.body())
+    file = await services.states.open_file(await request.body())
+    services = await services.models.of_fingerprint(file.header.model_fingerprint)
+    await services.states.require_usable(file)
     head = await services.states.add(tenant, check_state_name(name), file, source="file", metadata={})
     return json_response(state_object(services, head))
 
 
 def state_object(services: Services, head: NamedState) -> dict[str, Any]:
     """`model` is null for a state of a model that is not served here."""
-    is_served = head.model_fingerprint == services.backend.model.fingerprint
     return {
         "id": head.reference,
         "object": "state",
@@ -121,7 +127,7 @@ def state_object(services: Services, head: NamedState) -> dict[str, Any]:
         "version": head.version,
         "published": head.tenant == PUBLISHED,
         "created_at": int(head.created_at),
-        "model": services.model_name if is_served else None,
+        "model": services.models.name_of(head.model_fingerprint),
         "model_fingerprint": head.model_fingerprint,
         "position": head.position,
         "num_tokens": head.num_tokens,

@@ -74,7 +74,7 @@ async def create_session(
     Answers 200, like OpenAI's.
     """
     body = body or CreateSessionBody()
-    services.check_model(body.model)
+    services = await services.for_model(body.model)
     head = await services.store.create(await _new_session(services, tenant, body, arrival))
     return json_response(session_object(services, head))
 
@@ -140,7 +140,7 @@ async def update_session(key: SessionKeyDep, body: UpdateSessionBody, services: 
 )
 async def delete_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops a running turn; head, state and token log are gone when this answers."""
-    await services.turns.delete(key)
+    await services.turns_of(key).delete(key)
     return json_response({"id": key.session_id, "object": "session.deleted", "deleted": True})
 
 
@@ -187,6 +187,7 @@ async def append(
     `Idempotency-Key` and body gets the first answer; with `expected_version` alone it is 409. Neither reads twice.
     """
     services.log_prompt(arrival, body.input)
+    services = await services.for_session(key)
     digest = digest_of({"append": body.model_dump()})
     request = AppendRequest(
         request_id=f"append-{uuid.uuid4().hex}",
@@ -215,6 +216,7 @@ async def append(
 )
 async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to a mark: what was appended or answered since is deleted. It is a new version itself."""
+    services = await services.for_session(key)
     request = RewindRequest(
         request_id=f"clear-{uuid.uuid4().hex}",
         key=key,
@@ -234,7 +236,7 @@ async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arri
 )
 async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops the running turn, if there is one; `cancelled` tells. The session stays at its last commit."""
-    was_cancelled = await services.turns.cancel(key)
+    was_cancelled = await services.turns_of(key).cancel(key)
     head = await services.store.get(key)
     return json_response({**session_object(services, head), "cancelled": was_cancelled})
 
@@ -253,6 +255,7 @@ async def fork(
     A running turn does not prevent it, and is not part of the copy.
     """
     body = body or ForkBody()
+    services = await services.for_session(key)
     request = ForkRequest(
         source=key,
         target=SessionKey(key.tenant, body.id or new_session_id()),
@@ -276,6 +279,7 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
 
     It is a new version itself. The state is made by reading the log that stays; a running turn makes it 409.
     """
+    services = await services.for_session(key)
     request = RewindRequest(
         request_id=f"rewind-{uuid.uuid4().hex}",
         key=key,
@@ -298,6 +302,7 @@ async def export_session(key: SessionKeyDep, services: ServicesDep, arrival: Arr
 
     Signed if the server signs.
     """
+    services = await services.for_session(key)
     copy = await read_copy(services.store, key)
     with services.tenants.enter(key.tenant):  # it may have to read a part of the log
         copy = await copy_with_head_state(
@@ -332,7 +337,9 @@ async def import_file(
     """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
     require_file_type(request.headers.get("content-type", ""), kind="session")
     body = await request.body()
-    file = await asyncio.to_thread(lambda: read_file(services.states.seal.open(body)))
+    seal = services.states.seal
+    file = await asyncio.to_thread(lambda: read_file(seal.open(body)))
+    services = await services.models.of_fingerprint(file.header.model_fingerprint)
     fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
     try:
         checked = CreateSessionBody.model_validate(fields)
@@ -360,9 +367,9 @@ def require_file_type(value: str, *, kind: str) -> None:
 
 
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
-    """`model` is null for a session of a model that is not served here."""
-    model = services.backend.model
-    is_served = head.model_fingerprint == model.fingerprint
+    """`model` is null for a session of a model that is not served here; `state_bytes` also while it is not loaded."""
+    name = services.models.name_of(head.model_fingerprint)
+    loaded = None if name is None else services.models.loaded_as(name)
     return {
         "id": head.session_id,
         "object": "session",
@@ -370,9 +377,9 @@ def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
         "position": head.position,
         "created_at": int(head.created_at),
         "updated_at": int(head.updated_at),
-        "model": services.model_name if is_served else None,
+        "model": name,
         "model_fingerprint": head.model_fingerprint,
-        "state_bytes": model.state_bytes if is_served else None,
+        "state_bytes": None if loaded is None else loaded.backend.model.state_bytes,
         "snapshot_bytes": head.snapshot_bytes,
         "metadata": dict(head.metadata),
         "ttl_s": head.ttl_s,

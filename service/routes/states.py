@@ -42,6 +42,7 @@ async def get_states(
 
     Read from the newest commit; a running turn is not part of it, and without `recent` the model computes nothing.
     """
+    services = await services.for_session(key)
     return json_response(
         await describe_states(
             services.backend,

@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=ERROR_RESPO
 )
 async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     """The ids a prompt or a chat is read as; `count` equals `usage.prompt_tokens` of a completion on it."""
-    services.check_model(body.model)
+    services = await services.for_model(body.model)
     text, param = body.prompt, "prompt"
     if text is None:
         text, param = render_chat(services.chat_template, body.messages), "messages"
@@ -47,7 +47,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
 )
 async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
     """The text of ids; bytes that are not valid UTF-8 become U+FFFD, special tokens nothing."""
-    services.check_model(body.model)
+    services = await services.for_model(body.model)
     services.prompts.check_ids(body.tokens, param="tokens")
     return json_response({"prompt": services.backend.tokenizer.decode(body.tokens)})
 

@@ -276,29 +276,34 @@ class StatesAnswer(BaseModel):
 
 
 class ModelAnswer(BaseModel):
-    """The model, and the traits of this server: a state of constant size, no longest context."""
+    """A model, and the traits of this server: a state of constant size, no longest context.
+
+    `error`: why it could not be loaded. What only a loaded model tells is null while it is not loaded.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    status: Literal["loaded", "loading", "unloaded", "failed"]
+    error: str | None
     max_model_len: None
     fingerprint: str
-    system_fingerprint: str
-    numerics: str
-    state_bytes: int
+    system_fingerprint: str | None
+    numerics: str | None
+    state_bytes: int | None
     state_dtype: str
-    vocab_size: int
-    num_parameters: int
-    chat_template: str
+    vocab_size: int | None
+    num_parameters: int | None
+    chat_template: str | None
     prefix_cache: bool
     retained_snapshots: int
     limits: dict[str, int]
 
 
 class ModelPage(BaseModel):
-    """The one model."""
+    """The models: the first, then those that are loaded on demand."""
 
     object: Literal["list"]
     data: list[ModelAnswer]

@@ -96,6 +96,10 @@ class TurnRegistry:
     def num_running(self) -> int:
         return len(self._running)
 
+    def is_running(self, key: SessionKey) -> bool:
+        """Whether something holds the session in this process."""
+        return key in self._running
+
     async def open_turn(self, request: TurnRequest) -> Turn:
         """A new turn, whatever its identity. All that can refuse it happens here, before the first event.
 

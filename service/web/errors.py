@@ -30,6 +30,7 @@ from nsm_core.errors import (
     LeaseLost,
     LogCorrupt,
     MisdirectedRequest,
+    ModelUnavailable,
     NotFound,
     NsmError,
     NumericalError,
@@ -102,6 +103,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     LogCorrupt: Rule(500, SERVER, "log_corrupt", retry=False),
     Overloaded: Rule(503, SERVER, "overloaded"),
     EngineDead: Rule(503, SERVER, "engine_dead"),
+    ModelUnavailable: Rule(503, SERVER, "model_unavailable"),
     StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
     # until an operator has repaired the files; stock clients would retry within seconds
     StoreDamaged: Rule(503, SERVER, "store_damaged", retry=False),

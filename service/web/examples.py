@@ -86,6 +86,8 @@ MODEL: dict[str, Any] = {
     "created": 1795945815,
     "owned_by": "nsm",
     "root": "pulse-books",
+    "status": "loaded",
+    "error": None,
     "max_model_len": None,
     "fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
     "system_fingerprint": "fp_c821174ce480_cpu/int8/native-1",

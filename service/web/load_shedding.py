@@ -32,7 +32,8 @@ class Refused:
 class ShedLoad:
     """Passes requests with an `Idempotency-Key`: their answer may be stored already."""
 
-    def __init__(self, app: ASGIApp, backend: InferenceBackend) -> None:
+    def __init__(self, app: ASGIApp, backend: InferenceBackend | None) -> None:
+        """`backend`: None where only the body says which model a request is for."""
         self.app = app
         self.backend = backend
         self.memory = MemoryWatch()
@@ -50,7 +51,7 @@ class ShedLoad:
             return None
         if scope["path"].endswith(NEEDING_MEMORY) and self.memory.is_low():
             return Overloaded("little is left of the memory that the server may use")  # or the kernel ends it
-        if scope["path"] not in GENERATING:
+        if self.backend is None or scope["path"] not in GENERATING:
             return None
         if "idempotency-key" in Headers(scope=scope):
             return None

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
 from service.lifecycle.lifecycle import Lifecycle
+from service.served_models import holding_models
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.request_context import ARRIVAL, CurrentRequest, answering
 from service.web.errors import answer, report
@@ -119,7 +120,9 @@ class CatchErrors:
 
 
 class TrackRequests:
-    """Counts the running requests. While the server stops, only GET and HEAD are answered."""
+    """Counts the running requests, and keeps their models loaded. While the server stops, only GET and HEAD are
+    answered.
+    """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self.app = app
@@ -134,7 +137,7 @@ class TrackRequests:
             response.headers["connection"] = "close"  # so that the next try reaches another replica
             await response(scope, receive, send)
             return
-        with self.lifecycle.track():
+        with self.lifecycle.track(), holding_models():
             await self.app(scope, receive, send)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
+from service.served_models import OtherModel
 from service.settings import Settings
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.keys import MIN_TOKENS
@@ -65,6 +66,7 @@ async def gateway(
     tracing: Tracing | None = None,
     prefix_min_tokens: int = MIN_TOKENS,
     receive_timeout_s: float = RECEIVE_TIMEOUT_S,
+    others: Sequence[OtherModel] = (),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
@@ -80,6 +82,7 @@ async def gateway(
         tracing,
         prefix_min_tokens=prefix_min_tokens,
         receive_timeout_s=receive_timeout_s,
+        others=others,
     )
     async with contextlib.AsyncExitStack() as stack:
         if is_live:

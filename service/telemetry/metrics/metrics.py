@@ -12,6 +12,7 @@ from service.backends.base import InferenceBackend, UpstreamStats
 from service.telemetry.metrics import shared
 from service.telemetry.metrics.engine import EnergyMetrics, EngineMetrics, ModelMetrics, UpstreamMetrics
 from service.telemetry.metrics.followers import FollowingGauge
+from service.telemetry.metrics.models import ModelLoadMetrics
 from service.telemetry.metrics.prefixes import PrefixMetrics
 from service.telemetry.metrics.process import ProcessMetrics
 from service.telemetry.metrics.requests import RequestMetrics
@@ -37,6 +38,7 @@ class Metrics:
         self._model = ModelMetrics(registry)
         self._energy = EnergyMetrics(registry)
         self._process = ProcessMetrics(registry)
+        self.models = ModelLoadMetrics(registry)
         self._others: list[Callable[[], None]] = []
 
     def watch_redis_pool(self, num_in_use: Callable[[], int]) -> None:
