@@ -75,6 +75,13 @@ class EngineStats:
         """Of all sources together."""
         return math.fsum(use.joules for use in self.energy)
 
+    def counters(self) -> EngineStats:
+        """Without what holds now."""
+        counted = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _GAUGES
+        }
+        return EngineStats(**counted)
+
     def with_steps(self, now: EngineStats, *, since: EngineStats) -> EngineStats:
         """And the steps, and their energy, that another engine made between two of its own accounts."""
         summed = {name: getattr(self, name) + getattr(now, name) - getattr(since, name) for name in _OF_STEPS}
@@ -95,6 +102,31 @@ class EngineStats:
         )
 
 
+def add_stats(first: EngineStats, second: EngineStats) -> EngineStats:
+    """Of two engines together. `layers`: of one that has some; the heartbeat is the older one."""
+    summed = {
+        field.name: getattr(first, field.name) + getattr(second, field.name)
+        for field in dataclasses.fields(EngineStats)
+        if field.name not in ("heartbeat_age_s", "layers", "energy", "request_energy")
+    }
+    return EngineStats(
+        **summed,
+        heartbeat_age_s=max(first.heartbeat_age_s, second.heartbeat_age_s),
+        layers=first.layers or second.layers,
+        energy=add_energy(first.energy, second.energy),
+        request_energy=add_energy(first.request_energy, second.request_energy),
+    )
+
+
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "max_slots",
+    "state_pool_bytes",
+    "device_memory_bytes",
+    "heartbeat_age_s",
+    "layers",
+)
 _OF_STEPS = ("num_steps", "num_slow_steps", "step_seconds", "step_rows", "step_tokens")
 
 

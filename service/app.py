@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nsm_core.distribution import version_of
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
-from service.backends.base import HasUpstreams, InferenceBackend
+from service.backends.base import HasDevices, HasUpstreams, InferenceBackend
 from service.batches.runner import BatchRunner
 from service.deps import Services
 from service.files.stored_files import Files
@@ -126,6 +126,8 @@ def create_app(
     collected = Metrics(backend, num_in_flight=lambda: lifecycle.num_active)
     if isinstance(store, HasPool):
         collected.watch_redis_pool(store.num_connections_in_use)
+    if isinstance(backend, HasDevices):
+        collected.watch_devices(backend.device_stats)
     if isinstance(backend, HasUpstreams):
         collected.watch_upstreams(backend.upstream_stats)
     records, base_store = records_beside(store), store

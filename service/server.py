@@ -67,7 +67,7 @@ def run(settings: Settings) -> None:
         require_keys(settings, sock)
         require_files(settings)
         require_memory(settings)
-        if settings.workers:
+        if settings.num_workers:
             from service.workers import run_workers
 
             run_workers(settings, sock)
@@ -240,7 +240,7 @@ def with_model(
 
     # for auto alone, only an executor that was asked for can be without its device
     with naming("executor" if settings.device == AUTO_DEVICE else "device", only=DeviceUnusable):
-        return on_device(settings.device, settings.executor, load, make)
+        return on_device(settings.devices[0], settings.executor, load, make)
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineLimits
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
-from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, check_device_name
+from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, device_names
 from nsm_core.model.bundled import find_checkpoint
 from service.messages import validation_message
 
@@ -84,7 +84,7 @@ class Settings(BaseSettings):
         default=0,
         ge=0,
         le=256,
-        description="Processes that answer HTTP, beside one for the engine. 0: one process does both.",
+        description="Processes that answer HTTP, beside one for the engine. 0: one process does both, with one device.",
     )
     data_dir: Annotated[Path | None, Shown(default="the user's data directory")] = Field(
         default_factory=lambda: default_data_dir(os.environ), description="Directory of the SQLite store."
@@ -152,7 +152,7 @@ class Settings(BaseSettings):
         Field(
             default=AUTO_DEVICE,
             description="Where the model runs: cpu, cuda, or a GPU by its number as cuda:1. auto: a GPU whose kernels "
-            "pass their check, else the CPU.",
+            "pass their check, else the CPU. Several with commas: an engine process for each.",
         )
     )
     executor: Annotated[ExecutorName, Shown(page="[performance](performance.md)", is_engine=True)] = Field(
@@ -269,8 +269,8 @@ class Settings(BaseSettings):
 
     @field_validator("device", mode="after")
     @classmethod
-    def _one_device(cls, device: str) -> str:
-        return check_device_name(device)
+    def _known_devices(cls, device: str) -> str:
+        return ",".join(device_names(device))
 
     @field_validator("data_dir", "model", "api_keys_file", "state_key_file", "triton_tls_dir", mode="after")
     @classmethod
@@ -353,8 +353,9 @@ class Settings(BaseSettings):
             raise ValueError(f"{label('models_memory_mb')} has no effect without {label('models')}")
         if self.further_models() and self.triton_url is not None:
             raise ValueError(f"{label('models')} has no effect with NSM_TRITON_URL: a gateway serves one Triton model")
-        if self.further_models() and self.workers:
-            raise ValueError(f"{label('models')} has no effect with {label('workers')}: one process loads models")
+        if self.further_models() and self.num_workers:
+            name = label("workers" if self.workers else "device")
+            raise ValueError(f"{label('models')} has no effect with {name}: one process loads models")
         return self
 
     def further_models(self) -> dict[str, Path]:
@@ -378,6 +379,16 @@ class Settings(BaseSettings):
     def for_other_model(self, name: str) -> Settings:
         """The settings of a model beside the first: words for chats are its own."""
         return self.model_copy(update={"served_model_name": name, "chat_template": None})
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where the model runs: an engine on each."""
+        return device_names(self.device)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that answer HTTP apart from engines; 0: one process does both."""
+        return max(self.workers, int(len(self.devices) > 1))
 
     def engine_limits(self) -> EngineLimits:
         """The engine's share of the settings."""

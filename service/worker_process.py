@@ -22,7 +22,9 @@ from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.heap import freeze_objects
 from service.backends.base import InferenceBackend
-from service.backends.process.backend import ProcessBackend
+from service.backends.process.backend import EngineIndex, ProcessBackend
+from service.backends.process.devices import DevicesBackend
+from service.lifecycle.hang_watch import HangWatch
 from service.lifecycle.start_report import StartReporter
 from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
@@ -55,11 +57,19 @@ def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReport
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
 
     def make(settings: Settings) -> InferenceBackend:
-        return ProcessBackend(
-            Path(given["engine_path"]),
-            max_interval_s=MAX_INTERVAL_S,
-            reports_engine=given["number"] == 0,
-        )
+        engines = [
+            (
+                device,
+                ProcessBackend(
+                    Path(path),
+                    max_interval_s=MAX_INTERVAL_S,
+                    reports_engine=given["number"] == 0,
+                    index=EngineIndex(number, len(given["engines"])),
+                ),
+            )
+            for number, (device, path) in enumerate(given["engines"])
+        ]
+        return engines[0][1] if len(engines) == 1 else DevicesBackend(engines)
 
     with socket.socket(fileno=given["http_fd"]) as sock:
         run_gateway(settings, sock, make, is_announced=given["number"] == 0, started=reporter.ready)
@@ -92,10 +102,13 @@ def _run_engine(settings: Settings, fd: int, reporter: StartReporter) -> None:
             await server.serve(sock)
             reporter.ready()
             freeze_objects()
+            watch = HangWatch()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done() and backend.is_alive():
+                watch.read(backend.stats().heartbeat_age_s)
                 await asyncio.wait((ended,), timeout=1.0)
             await backend.stop()
+            watch.close()
             await server.stop()
 
         with asyncio.Runner(loop_factory=uvicorn.Config(app="").get_loop_factory()) as runner:

@@ -1,6 +1,7 @@
-"""`nsm serve` with workers: one process for the engine, several that answer HTTP, and this one, which supervises them.
+"""`nsm serve` with workers: a process for the engine of each device, others that answer HTTP, and this one, which
+supervises them.
 
-All workers accept connections from one listening socket and reach the engine over one Unix socket. Both sockets are
+All workers accept connections from one listening socket and reach each engine over a Unix socket. All sockets are
 this process's, so a process that dies loses nothing but its own work, and another takes its place. A process that
 fails several times before it was ever ready ends the server: it would never serve.
 """
@@ -15,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -53,7 +54,7 @@ class Process:
         *,
         restarted: Callable[[str], None] = lambda kind: None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        **fields: int | str,
+        **fields: int | str | list[tuple[str, str]],
     ) -> None:
         """`role`: the words of its command line, `engine` or `worker 1`. `restarted`: called with the first of them
         for each child after one that was ready. `pause`: waits so many seconds. `fields`: what the child needs beside
@@ -164,57 +165,80 @@ def run_workers(settings: Settings, sock: socket.socket) -> None:
     """Serves on `sock`, which is bound, until SIGTERM or SIGINT. Raises ConfigError or StartFailed if a process cannot
     start, and SystemExit at a second SIGINT.
     """
-    with owned_directory() as directory, socket.socket(socket.AF_UNIX) as engine_sock:
-        path = directory / "engine.sock"
-        engine_sock.bind(str(path))
-        engine_sock.listen(BACKLOG)
+    with owned_directory() as directory, contextlib.ExitStack() as stack:
+        engines = []
+        for number, device in enumerate(settings.devices, 1):
+            engine_sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            path = directory / f"engine-{number}.sock"
+            engine_sock.bind(str(path))
+            engine_sock.listen(BACKLOG)
+            engines.append((device, path, engine_sock))
         shared = directory / "metrics"
         shared.mkdir()
         with sharing_in(shared):  # the children too: they answer for each other, and for this process
-            asyncio.run(_supervise(settings, sock, engine_sock, path))
+            asyncio.run(_supervise(settings, sock, engines))
 
 
-async def _supervise(settings: Settings, sock: socket.socket, engine_sock: socket.socket, path: Path) -> None:
+async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple[str, Path, socket.socket]]) -> None:
+    """`on`: the device of each engine, and its socket."""
     stopped = asyncio.Event()
     restarted = SupervisorMetrics(CollectorRegistry()).restarted
-    engine = Process("engine", settings, restarted=restarted, engine_fd=engine_sock.fileno())
+    engines = [
+        Process(
+            "engine" if len(on) == 1 else f"engine {number}",
+            settings.model_copy(update={"device": device}),
+            restarted=restarted,
+            engine_fd=engine_sock.fileno(),
+        )
+        for number, (device, _, engine_sock) in enumerate(on, 1)
+    ]
     workers = [
         Process(
             f"worker {number + 1}",
             settings,
             restarted=restarted,
             http_fd=sock.fileno(),
-            engine_path=str(path),
+            engines=[(device, str(path)) for device, path, _ in on],
             number=number,
         )
-        for number in range(settings.workers)
+        for number in range(settings.num_workers)
     ]
 
     def stop(sig: int) -> None:
         """As one process does: a second Ctrl+C ends everything at once, a second SIGTERM changes nothing."""
         if stopped.is_set() and sig == signal.SIGINT:
-            for process in (engine, *workers):
+            for process in (*engines, *workers):
                 process.kill()
             sys.exit(EXIT_INTERRUPTED)
         stopped.set()
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
-    async with _supervised(engine, stop_s=ENGINE_STOP_S) as task:
-        await _wait_for(stopped, engine.is_ready, tasks=[task])
-        if not engine.is_ready.is_set():
-            engine.kill()  # it holds nothing yet, and reads no input while it loads the model
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = [await stack.enter_async_context(_supervised(engine, stop_s=ENGINE_STOP_S)) for engine in engines]
+        if not await _all_ready(engines, stopped, tasks):
+            for engine in engines:
+                engine.kill()  # it holds nothing yet, and reads no input while it loads the model
             return
-        async with contextlib.AsyncExitStack() as stack:
-            tasks = [task]
-            for worker in workers:
-                stop_s = settings.grace_s + FINAL_FRAMES_S
-                tasks.append(await stack.enter_async_context(_supervised(worker, stop_s=stop_s)))
-            logger.info("%d %s on one engine", len(workers), "worker" if len(workers) == 1 else "workers")
-            await _wait_for(stopped, tasks=tasks)
-            logger.info("stopping")
-            await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))
+        for worker in workers:
+            stop_s = settings.grace_s + FINAL_FRAMES_S
+            tasks.append(await stack.enter_async_context(_supervised(worker, stop_s=stop_s)))
+        logger.info("%s on %s", _counted(workers, "worker"), _counted(engines, "engine"))
+        await _wait_for(stopped, tasks=tasks)
+        logger.info("stopping")
+        await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))
     logger.info("stopped")
+
+
+async def _all_ready(engines: Sequence[Process], stopped: asyncio.Event, tasks: list[asyncio.Task[None]]) -> bool:
+    """False if the server is to stop before they are."""
+    for engine in engines:
+        await _wait_for(stopped, engine.is_ready, tasks=tasks)
+    return not stopped.is_set() or all(engine.is_ready.is_set() for engine in engines)
+
+
+def _counted(processes: Sequence[Process], word: str) -> str:
+    return f"{len(processes)} {word if len(processes) == 1 else f'{word}s'}"
 
 
 @contextlib.asynccontextmanager

@@ -35,6 +35,7 @@ PLAIN = {"type": ["string", "number", "boolean", "null"]}
 LIST_BEGIN, LIST_END = "    # <settings>", "    # </settings>"
 ORIGINS = r"^\s*((\*|https?://[^\s,/?#]+)\s*(,|$)\s*)*$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
+DEVICES = r"^(auto|(cpu|cuda(:[0-9]{1,3})?)(,(cpu|cuda(:[0-9]{1,3})?))*)$"
 # The least value of each parameter that is a whole number; a test holds these tables against the worker
 WHOLE_NUMBERS = {
     "max_slots": 0,
@@ -100,7 +101,7 @@ def settings() -> dict[str, Any]:
     fields = Settings.model_json_schema()["properties"]
     found = {variable(name): {"description": fields[name]["description"], **bounds(fields[name])} for name in offered()}
     found["NSM_CORS_ORIGINS"]["anyOf"][0]["pattern"] = ORIGINS
-    found["NSM_DEVICE"]["anyOf"][0]["pattern"] = DEVICE
+    found["NSM_DEVICE"]["anyOf"][0]["pattern"] = DEVICES
     return found
 
 

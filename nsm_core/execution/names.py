@@ -25,10 +25,23 @@ AUTO_DEVICE = "auto"  # a GPU whose kernels pass their check, else the CPU
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
+def device_names(value: str) -> tuple[str, ...]:
+    """The devices of a list with commas; a single one may be `auto`. Raises ValueError."""
+    names = tuple(name.strip() for name in value.split(","))
+    for name in names:
+        check_device_name(name)
+    if len(names) > 1 and AUTO_DEVICE in names:
+        raise ValueError("must name each device of a list, without auto")
+    gpus = ["cuda:0" if name == "cuda" else name for name in names if name != "cpu"]
+    if len(set(gpus)) < len(gpus):
+        raise ValueError("must name each GPU once")
+    return names
+
+
 def check_device_name(name: str) -> str:
     """The name itself. Raises ValueError for anything but `auto`, `cpu`, `cuda` and `cuda:N`."""
     if "," in name:
-        raise ValueError("must be one device: an engine runs on one, so start a server for each GPU")
+        raise ValueError("must be one device here")
     if not _DEVICE.fullmatch(name):
         raise ValueError("must be auto, cpu, cuda, or a GPU by its number as cuda:1")
     return name

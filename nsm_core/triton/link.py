@@ -58,7 +58,7 @@ class Link:
         self._requests: dict[int, _Request] = {}
         self._ending: dict[int, _Request] = {}  # whose last event waits
         self._collector = StepCollector()
-        self._kept: list[tuple[int, str]] = []
+        self._retained: list[tuple[int, str]] = []
         self._missing: list[int] = []
         self._num_calls, self._early = 0, dict[int, list[ToWorker]]()
         self._num_sent = self._num_taken = 0
@@ -90,7 +90,7 @@ class Link:
         self._is_draining = True
         self._end_if_drained()
 
-    def tell(self, number: int, messages: list[ToWorker]) -> None:
+    def post(self, number: int, messages: list[ToWorker]) -> None:
         """The `number`th call with messages; those before it are waited for. Raises InvalidRequest."""
         if not self._num_calls <= number < self._num_calls + MAX_EARLY or number in self._early:
             raise InvalidRequest(f"number must be the next of its link, got {number}", param="number")
@@ -145,7 +145,7 @@ class Link:
         if isinstance(event, Finished):
             self._ending[number] = self._requests.pop(number)
             if event.end_state is not None and request.call.keep_state:
-                self._kept.append((number, self._keep(event.end_state.state)))
+                self._retained.append((number, self._keep(event.end_state.state)))
         self._collector.add(number, event, has_free_text=request.handle.request.has_free_text)
         self._make_due(may_wait=isinstance(event, TokenEvent) and request.clock.has_tokens)
 
@@ -167,8 +167,8 @@ class Link:
     def _send_step(self) -> None:
         self._sending, self._is_sending_soon = None, False
         counts = self._collector.count_tokens()
-        step = LinkStep(self._collector.take(0), self._kept, self._missing)
-        self._kept, self._missing = [], []
+        step = LinkStep(self._collector.take(0), self._retained, self._missing)
+        self._retained, self._missing = [], []
         began = time.monotonic()
         self._send(step)
         self._sent_at = time.monotonic()

@@ -39,8 +39,8 @@ from nsm_core.wire.calls import (
     GenerateCall,
     InspectCall,
     LinkCall,
+    PostCall,
     StatusCall,
-    TellCall,
     request_of,
     state_id,
 )
@@ -177,8 +177,8 @@ class Worker:
                 await self._generate(call, responder)
             elif isinstance(call, LinkCall):
                 await self._serve_link(call, plain)
-            elif isinstance(call, TellCall):
-                self._tell(call)
+            elif isinstance(call, PostCall):
+                self._post(call)
                 plain.close()
             else:
                 plain.send(await self._describe_or_inspect(call), is_last=True)
@@ -212,11 +212,11 @@ class Worker:
             del self._links[call.name], self._listeners[index]
         responder.fail(Failure(error=EngineDead("the worker is stopping")))  # unless the gateway has left
 
-    def _tell(self, call: TellCall) -> None:
+    def _post(self, call: PostCall) -> None:
         link = self._links.get(call.name)
         if link is None:
             raise EngineDead(f"there is no link {call.name}")
-        link.tell(call.number, decode_to_worker(call.messages))
+        link.post(call.number, decode_to_worker(call.messages))
 
     def _take_tokens(self, index: int, numbers: Ints, ids: Ints) -> None:
         link = self._listeners.get(index)

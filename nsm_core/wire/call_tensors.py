@@ -17,9 +17,9 @@ from nsm_core.wire.calls import (
     GenerateCall,
     InspectCall,
     LinkCall,
+    PostCall,
     ResumePoint,
     StatusCall,
-    TellCall,
 )
 from nsm_core.wire.tensors import (
     CONTRACT_VERSION,
@@ -41,14 +41,14 @@ from nsm_core.wire.tensors import (
     text_array,
 )
 
-GENERATE, DESCRIBE, STATUS, INSPECT, LINK, TELL = "generate", "describe", "status", "inspect", "link", "tell"
+GENERATE, DESCRIBE, STATUS, INSPECT, LINK, POST = "generate", "describe", "status", "inspect", "link", "post"
 _OPERATION_OF: Mapping[type[Call], str] = {
     GenerateCall: GENERATE,
     DescribeCall: DESCRIBE,
     StatusCall: STATUS,
     InspectCall: INSPECT,
     LinkCall: LINK,
-    TellCall: TELL,
+    PostCall: POST,
 }
 OPERATIONS = tuple(_OPERATION_OF.values())
 # Request parameters that are the server's business
@@ -133,7 +133,7 @@ def _detail(name: str, value: Any) -> Detail:
     return Detail(value)
 
 
-_TELL: Mapping[str, fields.Parser] = {"link": fields.text, "number": fields.whole_number}
+_POST: Mapping[str, fields.Parser] = {"link": fields.text, "number": fields.whole_number}
 _INSPECT: Mapping[str, fields.Parser] = {"detail": _detail, "layer": fields.optional(fields.whole_number)}
 
 
@@ -143,9 +143,9 @@ def encode_call(call: Call, *, with_state: bool = True) -> dict[str, Any]:
         return _encode_generate(call, with_state=with_state)
     options: dict[str, Any] = {"contract": CONTRACT_VERSION, "op": _OPERATION_OF[type(call)]}
     tensors: dict[str, Any] = {}
-    if isinstance(call, LinkCall | TellCall):
+    if isinstance(call, LinkCall | PostCall):
         options["link"] = call.name
-    if isinstance(call, TellCall):
+    if isinstance(call, PostCall):
         options["number"] = call.number
         tensors[MESSAGES] = bytes_array(call.messages)
     if isinstance(call, InspectCall):
@@ -176,17 +176,17 @@ def decode_call(tensors: Tensors, parameters: Mapping[str, Any], *, draw_seed: C
         return InspectCall(state=read_bytes(tensors, STATE), **fields.parse(options, _INSPECT))
     if operation == LINK:
         return LinkCall(_parse_all(options, {"link": fields.text})["link"])
-    if operation == TELL:
-        return _decode_tell(tensors, options)
+    if operation == POST:
+        return _decode_post(tensors, options)
     fields.parse(options, {})
     return DescribeCall() if operation == DESCRIBE else StatusCall()
 
 
-def _decode_tell(tensors: Tensors, options: Mapping[str, Any]) -> TellCall:
-    parsed, messages = _parse_all(options, _TELL), read_bytes(tensors, MESSAGES)
+def _decode_post(tensors: Tensors, options: Mapping[str, Any]) -> PostCall:
+    parsed, messages = _parse_all(options, _POST), read_bytes(tensors, MESSAGES)
     if messages is None:
         refuse(MESSAGES, "given", None)
-    return TellCall(parsed["link"], parsed["number"], messages)
+    return PostCall(parsed["link"], parsed["number"], messages)
 
 
 def _parse_all(options: Mapping[str, Any], parsers: Mapping[str, fields.Parser]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class LinkCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TellCall:
+class PostCall:
     """Messages to the worker of a link, of which this is the `number`th such call, from 0 on."""
 
     name: str
@@ -97,7 +97,7 @@ class TellCall:
     messages: bytes
 
 
-Call = GenerateCall | DescribeCall | StatusCall | InspectCall | LinkCall | TellCall
+Call = GenerateCall | DescribeCall | StatusCall | InspectCall | LinkCall | PostCall
 
 
 def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:

@@ -47,12 +47,12 @@ class Opened(msgspec.Struct, tag=True, array_like=True):
 
 
 class LinkStep(msgspec.Struct, tag=True, array_like=True):
-    """What became visible. `kept`: the ids of end states that the worker has kept. `missing`: requests that ended
+    """What became visible. `retained`: the ids of end states that the worker has kept. `missing`: requests that ended
     because the worker lacks the state that their calls name: see StateMissing.
     """
 
     step: Step
-    kept: list[tuple[int, str]]
+    retained: list[tuple[int, str]]
     missing: list[int]
 
 

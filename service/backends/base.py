@@ -126,6 +126,23 @@ class InferenceBackend(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStats:
+    """Of one engine among several. `engine`: its number, from 0 on; `num_requests`: of all gateways."""
+
+    engine: int
+    device: str
+    is_up: bool
+    num_requests: int
+
+
+@runtime_checkable
+class HasDevices(Protocol):
+    """What a backend has besides, if it has an engine on each of several devices."""
+
+    def device_stats(self) -> list[DeviceStats]: ...
+
+
 @runtime_checkable
 class HoldsStates(Protocol):
     """What a backend has besides, if its engine can hold states between requests (`GenerationRequest.hold_state`)."""

@@ -32,4 +32,4 @@ def with_local_model(
             return load(settings.model, device)
 
     with naming("device", only=DeviceUnusable):
-        return on_device(settings.device, settings.executor, load_named, make)
+        return on_device(settings.devices[0], settings.executor, load_named, make)

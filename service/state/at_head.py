@@ -31,7 +31,7 @@ async def with_head_state(
     head = stored.head
     if head.has_snapshot_at_head:
         return stored
-    snapshot = None if keeper is None else await _kept(keeper, head)
+    snapshot = None if keeper is None else await _retained(keeper, head)
     if snapshot is None:
         found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
         if not isinstance(found, ResumedSession):
@@ -56,7 +56,7 @@ async def copy_with_head_state(
     return dataclasses.replace(copy, head=complete.head, snapshot=complete.snapshot)
 
 
-async def _kept(keeper: StateKeeper, head: SessionHead) -> Snapshot | None:
+async def _retained(keeper: StateKeeper, head: SessionHead) -> Snapshot | None:
     hot = await keeper.find(head.key)
     return await keeper.fetch(hot) if hot is not None and hot.known == (head.created_at, head.version) else None
 

@@ -24,20 +24,25 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
 from tests.nsm_core.engine.harness import Outcome, make_request, random_ids
 from tests.support.backends import BACKENDS, triton_backend
-from tests.support.engine_process import process_backend
+from tests.support.engine_process import devices_backend, process_backend
 from tests.support.models import local_backend
 from tests.support.rwkv7 import rwkv7_backend
 from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
 
 
 # Each serves a model over the same tokenizer, with MAX_SLOTS rows and QUEUE_LIMIT places in its queue.
-@pytest_asyncio.fixture(params=[*BACKENDS, "process"])
+@pytest_asyncio.fixture(params=[*BACKENDS, "process", "devices"])
 async def backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[InferenceBackend]:
     if request.param == "local":
         backend: InferenceBackend = local_backend(tiny_tokenizer, max_slots=MAX_SLOTS, queue_limit=QUEUE_LIMIT)
     elif request.param == "process":
         engine = local_backend(tiny_tokenizer, max_slots=MAX_SLOTS, queue_limit=QUEUE_LIMIT)
         async with process_backend(engine) as backend:
+            yield backend
+        return
+    elif request.param == "devices":
+        each = {"max_slots": MAX_SLOTS // 2, "queue_limit": QUEUE_LIMIT // 2}
+        async with devices_backend(*(local_backend(tiny_tokenizer, **each) for _ in range(2))) as backend:
             yield backend
         return
     elif request.param == "rwkv7":

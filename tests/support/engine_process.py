@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from service.backends.local import LocalBackend
-from service.backends.process.backend import ProcessBackend
+from service.backends.process.backend import EngineIndex, ProcessBackend
+from service.backends.process.devices import DevicesBackend
 from service.backends.process.server import EngineServer
 
 
@@ -28,6 +29,22 @@ async def engine_socket(engine: LocalBackend) -> AsyncIterator[Path]:
         finally:
             await engine.stop()
             await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def devices_backend(*engines: LocalBackend) -> AsyncIterator[DevicesBackend]:
+    """A gateway's backend on all of them, started."""
+    async with contextlib.AsyncExitStack() as stack:
+        paths = [await stack.enter_async_context(engine_socket(engine)) for engine in engines]
+        indices = [EngineIndex(index, len(paths)) for index in range(len(paths))]
+        backend = DevicesBackend(
+            [("cpu", ProcessBackend(path, index=index)) for path, index in zip(paths, indices, strict=True)]
+        )
+        await backend.start()
+        try:
+            yield backend
+        finally:
+            await backend.stop()
 
 
 @contextlib.asynccontextmanager

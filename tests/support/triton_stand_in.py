@@ -20,7 +20,7 @@ from nsm_core.model.loader import LoadedNsm
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import encode_call
-from nsm_core.wire.calls import TellCall
+from nsm_core.wire.calls import PostCall
 from nsm_core.wire.errors import Failure, encode_failure
 from nsm_core.wire.link import (
     LinkStep,
@@ -167,8 +167,8 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         options = json.loads(tensors["options"][0])
         operation, is_linked = options["op"], options["op"] == "link"
         self.operations.append(operation)
-        if operation == "tell" and not self.refuses_words:
-            tensors = self._note_told(tensors, options, answers)
+        if operation == "post" and not self.refuses_words:
+            tensors = self._note_posted(tensors, options, answers)
         if operation == "generate":
             self.options.append(options)
             if self.is_mute:
@@ -181,7 +181,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         if is_linked and not self.opens_links:
             return
-        async for response in self._answer(tensors, is_heard=operation == "tell" and not self.refuses_words):
+        async for response in self._answer(tensors, is_heard=operation == "post" and not self.refuses_words):
             response.infer_response.id = call_id
             answers.put_nowait(response)
             if is_linked and self.break_after is not None and self._has_events(response):
@@ -195,13 +195,13 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         raws = response.infer_response.raw_output_contents
         return bool(raws) and isinstance(decode_to_gateway(raws[0]), LinkStep)
 
-    def _note_told(
+    def _note_posted(
         self, tensors: Tensors, options: dict[str, Any], answers: asyncio.Queue[Any]
     ) -> dict[str, np.ndarray[Any, Any]]:
         """The call, without the requests that are answered by the test."""
-        told = decode_to_worker(tensors["messages"].tobytes())
+        messages = decode_to_worker(tensors["messages"].tobytes())
         passed = []
-        for message in told:
+        for message in messages:
             if isinstance(message, Start):
                 encoded = encode_call(message.call)
                 self.options.append(json.loads(encoded["options"][0]))
@@ -215,7 +215,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
                     answers.put_nowait(_written(Answer(tensor)))
                     continue
             passed.append(message)
-        return encode_call(TellCall(options["link"], options["number"], encode_to_worker(passed)))
+        return encode_call(PostCall(options["link"], options["number"], encode_to_worker(passed)))
 
     async def _answer(self, tensors: Tensors, *, is_heard: bool) -> AsyncIterator[Any]:
         if self.is_unloading and not is_heard:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsm_core.engine.generation_handle import GenerationHandle
-from nsm_core.engine.request import Event, GenerationRequest, NamedState, TokenEvent
+from nsm_core.engine.request import Event, Finished, GenerationRequest, NamedState, TokenEvent
 from nsm_core.engine.request_check import RequestCheck
 from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.engine.token_text import TokenText
@@ -35,16 +35,39 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0  # between tries to reach an engine that was
 STOP_S = 3.0  # for the last events of requests that are stopped
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineIndex:
+    """Of one engine among several: numbers of the states that they hold tell whose they are."""
+
+    index: int = 0
+    num_engines: int = 1
+
+    def of_all(self, number: int) -> int:
+        """A number of this engine, as the gateway has it."""
+        return number * self.num_engines + self.index
+
+    def of_engine(self, number: int) -> int:
+        """The inverse of `of_all`."""
+        return number // self.num_engines
+
+
 class ProcessBackend:
     """An InferenceBackend. Needs neither torch nor the model's files.
 
     The socket outlives the engine: a new process on it is waited for, and until it answers requests are refused. Those
     that the old one had end with EngineDead. `reports_engine`: `stats` tells the engine's own numbers; of several
-    gateways on one engine, whose metrics are summed up, one does.
+    gateways on one engine, whose metrics are summed up, one does. `index`: of the engine among several.
     """
 
-    def __init__(self, path: Path, *, max_interval_s: float = 0.0, reports_engine: bool = True) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_interval_s: float = 0.0,
+        reports_engine: bool = True,
+        index: EngineIndex = EngineIndex(),  # frozen
+    ) -> None:
+        self._path, self.index = path, index
         self._reports_engine = reports_engine
         self._pace = StreamPace(max_interval_s)
         self._end: EngineDead | None = EngineDead("the backend was not started")
@@ -79,6 +102,15 @@ class ProcessBackend:
     def max_requests(self) -> int:
         return self._known.max_requests
 
+    @property
+    def load(self) -> int:
+        """Requests of all gateways that the engine has, by what was heard last."""
+        return len(self._handles) + self._num_others
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of that id runs."""
+        return request_id in self._by_id
+
     async def start(self) -> None:
         reader = await self._connect()
         self._end = None
@@ -104,11 +136,11 @@ class ProcessBackend:
             raise EngineDead("the engine's process is starting again")
         if self._heartbeat_age_s() >= HEARTBEAT_LIMIT_S:
             raise EngineDead(f"the engine does not answer: nothing was heard of it for {self._heartbeat_age_s():.0f} s")
-        if len(self._handles) + self._num_others >= self.max_requests:
+        if self.load >= self.max_requests:
             raise Overloaded(f"the queue is full: the engine takes {self.max_requests} requests")
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
-        if request.request_id in self._by_id:
+        if self.has_request(request.request_id):
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         self.require_room()
         if self._check is None:
@@ -120,7 +152,7 @@ class ProcessBackend:
         self._handles[number], self._by_id[request.request_id] = handle, number
         self._num_sampled[number] = len(request.sampled_ids)
         self._has_none.clear()
-        self._send(wire.Submit(number, request))
+        self._send(wire.Submit(number, self._of_engine(request)))
         return handle
 
     async def check_grammar(self, grammar: Grammar) -> None:
@@ -146,19 +178,20 @@ class ProcessBackend:
         return True
 
     async def fetch_state(self, number: int) -> bytes | None:
-        return (await self._ask(wire.FetchState(next(self._numbers), number))).raw
+        return (await self._ask(wire.FetchState(next(self._numbers), self.index.of_engine(number)))).raw
 
     async def find_state(self, name: str) -> NamedState | None:
-        return (await self._ask(wire.FindState(next(self._numbers), name))).named
+        named = (await self._ask(wire.FindState(next(self._numbers), name))).named
+        return None if named is None else NamedState(self.index.of_all(named.number), named.about)
 
     def name_state(self, name: str, number: int, about: bytes) -> None:
-        self._send(wire.NameState(name, number, about))
+        self._send(wire.NameState(name, self.index.of_engine(number), about))
 
     def forget_state(self, name: str) -> None:
         self._send(wire.ForgetState(name))
 
     def drop_state(self, number: int) -> None:
-        self._send(wire.DropState(number))
+        self._send(wire.DropState(self.index.of_engine(number)))
 
     def is_ready(self) -> bool:
         return self._end is None and self._writer is not None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S
@@ -298,12 +331,28 @@ class ProcessBackend:
             self._num_sampled[number] = index
             self._handles[number].deliver(TokenEvent(index=index, token_id=token_id, text=text))
         for number, end in step.ends:
+            end = self._of_all(end)
             num_tokens = self._handles[number].num_tokens
             if end.error is not None and end.completion_tokens < num_tokens:  # of one who did not see the tokens
                 end = dataclasses.replace(end, completion_tokens=num_tokens)
             self._handles[number].deliver(end)
             self._forget(number)
         self._pace.step_ended()
+
+    def _of_engine(self, request: GenerationRequest) -> GenerationRequest:
+        """With the engine's own number of the held state that it starts from."""
+        resume = request.resume
+        if resume is None or resume.held is None:
+            return request
+        own = dataclasses.replace(resume, held=self.index.of_engine(resume.held))
+        return dataclasses.replace(request, resume=own)
+
+    def _of_all(self, end: Finished) -> Finished:
+        """With the number that its held state has among those of all engines."""
+        state = end.end_state
+        if state is None or state.held is None:
+            return end
+        return dataclasses.replace(end, end_state=dataclasses.replace(state, held=self.index.of_all(state.held)))
 
     def _forget(self, number: int) -> None:
         handle = self._handles.pop(number)

@@ -158,8 +158,8 @@ class TritonGeneration:
         with upstream.request(call, attempt):
             self.is_placed = True
             finished = await attempt.ended
-        if attempt.kept_state_id is not None:
-            self._upstreams.remember(attempt.kept_state_id, upstream)
+        if attempt.retained_state_id is not None:
+            self._upstreams.remember(attempt.retained_state_id, upstream)
         return finished
 
     def _count_state(self, *, is_hit: bool) -> None:
@@ -193,7 +193,7 @@ class _Attempt:
         self, request: GenerationRequest, progress: Progress, events: EventQueue, begun: Callable[[], None]
     ) -> None:
         self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
-        self.kept_state_id: str | None = None
+        self.retained_state_id: str | None = None
         self._request, self._progress, self._events = request, progress, events
         self._begun: Callable[[], None] | None = begun
         self._num_tokens = len(request.sampled_ids)
@@ -219,8 +219,8 @@ class _Attempt:
     def take_shown(self, token_id: int, text: str) -> None:
         self.take(TokenEvent(index=self._num_tokens + 1, token_id=token_id, text=text))
 
-    def note_kept(self, state_id: str) -> None:
-        self.kept_state_id = state_id
+    def note_retained(self, state_id: str) -> None:
+        self.retained_state_id = state_id
 
     def lack_state(self) -> None:
         self._fail(StateMissing("the worker has let the state go"))

@@ -13,7 +13,7 @@ from nsm_core.engine.request import Event
 from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.errors import EngineDead, NsmError
 from nsm_core.wire.call_tensors import encode_call
-from nsm_core.wire.calls import GenerateCall, LinkCall, TellCall
+from nsm_core.wire.calls import GenerateCall, LinkCall, PostCall
 from nsm_core.wire.link import (
     TAKEN_EVERY,
     Cancel,
@@ -45,7 +45,7 @@ class Receiver(Protocol):
         """A token whose text the worker has made."""
         ...
 
-    def note_kept(self, state_id: str) -> None:
+    def note_retained(self, state_id: str) -> None:
         """The worker has kept the end state; before `take` of the end."""
         ...
 
@@ -67,8 +67,8 @@ class TritonLink:
         self._stream: TritonStream | None = None
         self._receivers: dict[int, Receiver] = {}
         self._numbers = itertools.count()
-        self._num_tells = itertools.count()
-        self._told: dict[int, list[int]] = {}  # the requests that were started by a call, while they run
+        self._num_posts = itertools.count()
+        self._posted: dict[int, list[int]] = {}  # the requests that were started by a call, while they run
         self._outbox: list[ToWorker] = []
         self._has_words = asyncio.Event()
         self._num_answers = 0
@@ -110,13 +110,13 @@ class TritonLink:
             raise EngineDead(str(self._end))
         number = next(self._numbers)
         self._receivers[number] = receiver
-        self._say(Start(number, call))
+        self._queue(Start(number, call))
         return number
 
     def cancel(self, number: int) -> None:
         """Nothing is received any more. After the end of the request without effect."""
         if self._receivers.pop(number, None) is not None:
-            self._say(Cancel(number))
+            self._queue(Cancel(number))
             self._close_if_idle()
 
     def close_when_idle(self) -> None:
@@ -141,7 +141,7 @@ class TritonLink:
         if self._is_closing and not self._receivers:
             self.cut(EngineDead("the Triton server is stopping"))
 
-    def _say(self, message: ToWorker) -> None:
+    def _queue(self, message: ToWorker) -> None:
         """With all others until the loop comes to it: each call costs the server as much as an answer."""
         self._outbox.append(message)
         self._has_words.set()
@@ -151,36 +151,36 @@ class TritonLink:
             await self._has_words.wait()
             self._has_words.clear()
             messages, self._outbox = self._outbox, []
-            number = next(self._num_tells)
-            self._note_told(number, messages)
-            call = TellCall(self._name, number, encode_to_worker(messages))
+            number = next(self._num_posts)
+            self._note_posted(number, messages)
+            call = PostCall(self._name, number, encode_to_worker(messages))
             try:
                 await stream.send(encode_call(call), call_id=str(number))
             except NsmError as error:
                 self._break(error)
                 return
 
-    def _note_told(self, number: int, messages: list[ToWorker]) -> None:
-        self._told = {
-            told: numbers for told, numbers in self._told.items() if not self._receivers.keys().isdisjoint(numbers)
+    def _note_posted(self, number: int, messages: list[ToWorker]) -> None:
+        self._posted = {
+            call: numbers for call, numbers in self._posted.items() if not self._receivers.keys().isdisjoint(numbers)
         }
         if started := [message.number for message in messages if isinstance(message, Start)]:
-            self._told[number] = started
+            self._posted[number] = started
 
     async def _read_on(self, stream: TritonStream) -> None:
         while True:
             try:
                 self._take(await self._receive(stream))
             except ServerStopping as error:  # it refuses every call that is made now, and those that run go on
-                self._lose_told(stream.refused_id, error)
+                self._lose_posted(stream.refused_id, error)
                 self.close_when_idle()
             except (NsmError, CallFailed) as error:
                 self._break(error)
                 return
 
-    def _lose_told(self, call_id: str, error: EngineDead) -> None:
+    def _lose_posted(self, call_id: str, error: EngineDead) -> None:
         """The requests of a call that the server has refused."""
-        for number in self._told.pop(int(call_id), ()) if call_id else ():
+        for number in self._posted.pop(int(call_id), ()) if call_id else ():
             receiver = self._receivers.pop(number, None)
             if receiver is not None:
                 receiver.lose(error)
@@ -196,7 +196,7 @@ class TritonLink:
     def _take(self, message: ToGateway) -> None:
         self._num_answers += 1
         if self._num_answers % TAKEN_EVERY == 0:
-            self._say(Taken(self._num_answers))
+            self._queue(Taken(self._num_answers))
         if isinstance(message, LinkStep):
             self._deliver(message)
             self._pace.step_ended()
@@ -214,8 +214,8 @@ class TritonLink:
         shown = zip(numbers, zip(ids, step.texts, strict=True), strict=True)
         for receiver, (token_id, text) in self._wanted(shown):
             receiver.take_shown(token_id, text)
-        for receiver, state_id in self._wanted(message.kept):
-            receiver.note_kept(state_id)
+        for receiver, state_id in self._wanted(message.retained):
+            receiver.note_retained(state_id)
         for receiver, end in self._wanted(step.ends):
             receiver.take(end)
         for receiver, _ in self._wanted((number, None) for number in message.missing):

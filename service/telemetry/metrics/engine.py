@@ -7,7 +7,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry
 
 from nsm_core.stats import EngineStats
-from service.backends.base import UpstreamStats
+from service.backends.base import DeviceStats, UpstreamStats
 from service.telemetry.metrics.followers import FollowingCounter, FollowingGauge
 
 # name -> (text, field of EngineStats)
@@ -140,6 +140,28 @@ class EnergyMetrics:
         for counter, uses in ((self._all, stats.energy), (self._requests, stats.request_energy)):
             for use in uses:
                 counter.follow(use.joules, use.source, use.method)
+
+
+class DeviceMetrics:
+    """The engines of a backend on several devices."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["engine", "device"]
+        self._up = FollowingGauge(
+            "nsm_engine_up",
+            "Whether the engine of a device takes requests.",
+            labels,
+            registry=registry,
+            of_all="livemax",
+        )
+        self._requests = FollowingGauge(
+            "nsm_engine_requests", "Requests of the engine of a device.", labels, registry=registry, of_all="livemax"
+        )
+
+    def follow(self, stats: list[DeviceStats]) -> None:
+        for one in stats:
+            self._up.follow(int(one.is_up), str(one.engine), one.device)
+            self._requests.follow(one.num_requests, str(one.engine), one.device)
 
 
 class UpstreamMetrics:

@@ -8,9 +8,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from service.backends.base import InferenceBackend, UpstreamStats
+from service.backends.base import DeviceStats, InferenceBackend, UpstreamStats
 from service.telemetry.metrics import shared
-from service.telemetry.metrics.engine import EnergyMetrics, EngineMetrics, ModelMetrics, UpstreamMetrics
+from service.telemetry.metrics.engine import (
+    DeviceMetrics,
+    EnergyMetrics,
+    EngineMetrics,
+    ModelMetrics,
+    UpstreamMetrics,
+)
 from service.telemetry.metrics.followers import FollowingGauge
 from service.telemetry.metrics.models import ModelLoadMetrics
 from service.telemetry.metrics.prefixes import PrefixMetrics
@@ -46,6 +52,11 @@ class Metrics:
         name, text = "nsm_redis_pool_in_use", "Connections to Redis with a command under way."
         gauge = FollowingGauge(name, text, registry=self.registry)
         self._others.append(lambda: gauge.follow(num_in_use()))
+
+    def watch_devices(self, stats: Callable[[], list[DeviceStats]]) -> None:
+        """For servers with an engine on each of several devices."""
+        devices = DeviceMetrics(self.registry)
+        self._others.append(lambda: devices.follow(stats()))
 
     def watch_upstreams(self, stats: Callable[[], UpstreamStats]) -> None:
         """For servers whose engines are on others."""

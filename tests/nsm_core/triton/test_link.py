@@ -14,7 +14,7 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton import link as link_module
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import encode_call
-from nsm_core.wire.calls import GenerateCall, LinkCall, ResumePoint, TellCall
+from nsm_core.wire.calls import GenerateCall, LinkCall, PostCall, ResumePoint
 from nsm_core.wire.link import (
     Cancel,
     LinkStep,
@@ -44,14 +44,14 @@ class Gateway:
 
     def __init__(self, worker: Worker, name: str = "a") -> None:
         self.responder = FakeResponder()
-        self._worker, self._name, self._num_tells = worker, name, 0
+        self._worker, self._name, self._num_posts = worker, name, 0
         worker.accept(encode_call(LinkCall(name)), {}, self.responder)
 
-    def tell(self, *messages: ToWorker, number: int | None = None) -> FakeResponder:
-        number = self._num_tells if number is None else number
-        self._num_tells += 1
+    def post(self, *messages: ToWorker, number: int | None = None) -> FakeResponder:
+        number = self._num_posts if number is None else number
+        self._num_posts += 1
         responder = FakeResponder()
-        call = TellCall(self._name, number, encode_to_worker(list(messages)))
+        call = PostCall(self._name, number, encode_to_worker(list(messages)))
         self._worker.accept(encode_call(call), {}, responder)
         return responder
 
@@ -107,7 +107,7 @@ def test_requests_of_two_gateways_are_told_apart(start: Callable[..., Worker]) -
     worker.accept(encode_call(STREAMED), {}, plain)
     one, two = Gateway(worker, "a"), Gateway(worker, "b")
     for gateway in (one, two):
-        gateway.tell(Start(0, STREAMED), Start(1, STREAMED))
+        gateway.post(Start(0, STREAMED), Start(1, STREAMED))
     for gateway in (one, two):
         for number in (0, 1):
             end = gateway.end(number)
@@ -119,16 +119,16 @@ def test_requests_of_two_gateways_are_told_apart(start: Callable[..., Worker]) -
 
 def test_messages_are_taken_in_the_order_in_which_they_were_said(start: Callable[..., Worker]) -> None:
     gateway = Gateway(start())
-    assert gateway.tell(Cancel(0), number=1).wait().failure is None
-    gateway.tell(Start(0, endless()), number=0)
+    assert gateway.post(Cancel(0), number=1).wait().failure is None
+    gateway.post(Start(0, endless()), number=0)
     assert gateway.end(0).reason is FinishReason.ABORT
 
 
 @pytest.mark.parametrize("number", [0, -1, 5_000])
 def test_a_call_of_another_number_is_refused(number: int, start: Callable[..., Worker]) -> None:
     gateway = Gateway(start())
-    gateway.tell().wait()
-    failure = gateway.tell(number=number).wait().failure
+    gateway.post().wait()
+    failure = gateway.post(number=number).wait().failure
     assert failure is not None
     assert isinstance(failure.error, InvalidRequest)
 
@@ -136,8 +136,8 @@ def test_a_call_of_another_number_is_refused(number: int, start: Callable[..., W
 def test_other_messages_and_unknown_links_are_refused(start: Callable[..., Worker]) -> None:
     worker = start()
     for call, error in (
-        (TellCall("a", 0, b"\xc1"), InvalidRequest),
-        (TellCall("nobody", 0, encode_to_worker([])), EngineDead),
+        (PostCall("a", 0, b"\xc1"), InvalidRequest),
+        (PostCall("nobody", 0, encode_to_worker([])), EngineDead),
     ):
         responder = FakeResponder()
         if call.name == "a":
@@ -151,14 +151,14 @@ def test_other_messages_and_unknown_links_are_refused(start: Callable[..., Worke
 def test_a_gateway_that_leaves_takes_its_requests_with_it(start: Callable[..., Worker]) -> None:
     worker = start()
     gone, stays = Gateway(worker, "a"), Gateway(worker, "b")
-    gone.tell(Start(0, endless()))
-    stays.tell(Start(0, endless()))
+    gone.post(Start(0, endless()))
+    stays.post(Start(0, endless()))
     gone.wait_for_tokens(0)
     stays.wait_for_tokens(0)
     gone.responder.is_left = True
     worker.cancel_abandoned()
     wait_until(lambda: worker.status().engine.num_running == 1, "the end of one request")
-    stays.tell(Cancel(0))
+    stays.post(Cancel(0))
     assert stays.end(0).reason is FinishReason.ABORT
 
 
@@ -169,16 +169,16 @@ def test_a_gateway_that_is_behind_gets_fewer_and_longer_answers(
     monkeypatch.setattr(link_module, "FULL_S", 60.0)
     worker = start()
     gateway = Gateway(worker)
-    gateway.tell(Start(0, endless()))
+    gateway.post(Start(0, endless()))
     wait_until(lambda: len(gateway.responder.answers) == 4, "a full window")
     num_steps = worker.status().engine.num_steps
     wait_until(lambda: worker.status().engine.num_steps > num_steps + 30, "further steps")
     assert len(gateway.responder.answers) == 4
-    gateway.tell(Taken(4))
+    gateway.post(Taken(4))
     wait_until(lambda: len(gateway.ids(0)) > 20, "the tokens that were gathered")
-    gateway.tell(Cancel(0))
+    gateway.post(Cancel(0))
     wait_until(lambda: worker.status().engine.num_running == 0, "the end of the request")
-    gateway.tell(Taken(ENDLESS))
+    gateway.post(Taken(ENDLESS))
     assert gateway.end(0).completion_tokens == len(gateway.ids(0))
 
 
@@ -188,22 +188,22 @@ def test_a_word_that_was_lost_does_not_hold_up_the_answers(
     monkeypatch.setattr(link_module, "WINDOW", 2)
     monkeypatch.setattr(link_module, "FULL_S", 0.01)
     gateway = Gateway(start())
-    gateway.tell(Start(0, STREAMED))
+    gateway.post(Start(0, STREAMED))
     assert gateway.end(0).completion_tokens == 6
 
 
 def test_a_state_is_asked_for_where_it_is_missing_and_found_where_it_was_kept(start: Callable[..., Worker]) -> None:
     gateway = Gateway(start())
-    gateway.tell(Start(0, STREAMED))
+    gateway.post(Start(0, STREAMED))
     state = gateway.end(0).end_state
     assert state is not None
-    ((_, state_id),) = [kept for step in gateway.steps for kept in step.kept]
+    ((_, state_id),) = [pair for step in gateway.steps for pair in step.retained]
 
     def resumed(name: str) -> GenerateCall:
         point = ResumePoint(position=state.position, fingerprint=FINGERPRINT, generated_counts={}, state_id=name)
         return GenerateCall(prompt_ids=(3,), sampling=STREAMED.sampling, stream=True, resume=point)
 
-    gateway.tell(Start(1, resumed("another")), Start(2, resumed(state_id)))
+    gateway.post(Start(1, resumed("another")), Start(2, resumed(state_id)))
     assert gateway.end(2).cached_tokens == state.position
     assert [number for step in gateway.steps for number in step.missing] == [1]
 
@@ -211,7 +211,7 @@ def test_a_state_is_asked_for_where_it_is_missing_and_found_where_it_was_kept(st
 def test_T7_a_worker_that_stops_lets_requests_end_and_then_its_links(start: Callable[..., Worker]) -> None:
     worker = start(drain_s=30.0)
     gateway, idle = Gateway(worker, "a"), Gateway(worker, "b")
-    gateway.tell(Start(0, STREAMED), Start(1, STREAMED))
+    gateway.post(Start(0, STREAMED), Start(1, STREAMED))
     gateway.wait_for_tokens(0)
     worker.begin_stop().result(timeout=20)
     assert [gateway.end(number).reason for number in (0, 1)] == [FinishReason.LENGTH] * 2
@@ -229,6 +229,6 @@ def test_T7_a_worker_that_stops_lets_requests_end_and_then_its_links(start: Call
 def test_a_request_that_cannot_be_is_told_and_hurts_no_other(start: Callable[..., Worker]) -> None:
     gateway = Gateway(start(max_prompt_tokens=4))
     long = GenerateCall(prompt_ids=(1,) * 5, sampling=STREAMED.sampling, stream=True)
-    gateway.tell(Start(0, long), Start(1, STREAMED))
+    gateway.post(Start(0, long), Start(1, STREAMED))
     assert isinstance(gateway.end(0).error, InvalidRequest)
     assert gateway.end(1).reason is FinishReason.LENGTH

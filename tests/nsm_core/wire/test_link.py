@@ -44,10 +44,10 @@ def test_what_a_worker_says_comes_back() -> None:
     step = Step(b"\x01\x00\x00\x00", b"\x05\x00\x00\x00", b"", b"", [], [], [], [], [(1, end)], 3)
     got = decode_to_gateway(encode_to_gateway(LinkStep(step, [(1, "id")], [2])))
     assert isinstance(got, LinkStep)
-    assert (got.step.numbers, got.kept, got.missing) == (step.numbers, [(1, "id")], [2])
-    told = got.step.ends[0][1].error
-    assert isinstance(told, Overloaded)
-    assert (str(told), told.retry_after_s) == ("full", 2.0)
+    assert (got.step.numbers, got.retained, got.missing) == (step.numbers, [(1, "id")], [2])
+    came = got.step.ends[0][1].error
+    assert isinstance(came, Overloaded)
+    assert (str(came), came.retry_after_s) == ("full", 2.0)
     assert isinstance(decode_to_gateway(encode_to_gateway(Opened())), Opened)
 
 

@@ -84,10 +84,10 @@ async def test_a_server_that_opens_no_link_is_not_used(
         await server.start()
         (upstream,) = backend.upstreams
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return "opens no link" in str(upstream.error)
 
-        await eventually(is_told)
+        await eventually(is_reported)
         with pytest.raises(EngineDead):
             backend.submit(make_request())
         server.opens_links = True
