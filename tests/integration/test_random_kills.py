@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from service.stores.sessions.key import SessionKey
 from service.transfer.verify import verify
 from tests.support.counts import scaled
 from tests.support.killable_gateways import Killable, Nursery, nursery
-from tests.support.redis_servers import Topology
+from tests.support.redis_servers import Topology, start_single
 from tests.support.rwkv7 import rwkv7_backend
 from tests.support.stored_sessions import opened
 
@@ -128,19 +128,26 @@ def store_of(settings: dict[str, Any]) -> SessionStore:
     return make_store(Settings(**SETTINGS, **settings))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-async def test_R14_no_turn_is_lost_or_doubled_by_random_kills(
-    store_settings: dict[str, str], num_replicas: int, tmp_path: Path, tiny_tokenizer: Tokenizer
+Disturbance = Callable[[Fleet, random.Random], Awaitable[None]]
+
+
+async def kill_a_gateway(fleet: Fleet, rng: random.Random) -> None:
+    await fleet.kill_one(rng)
+
+
+async def compare_with_a_calm_life(
+    settings: dict[str, Any], disturb: Disturbance, *, num_replicas: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    tiny_tokenizer.save(tmp_path / "tokenizer.json")
+    """Clients talk while `disturb` is called again and again; then the same turns are said where nothing happens."""
+    tokenizer.save(tmp_path / "tokenizer.json")
     rng = random.Random(num_replicas)
     calm_settings = {"store": f"sqlite:///{tmp_path}/calm.db"}
     async with nursery(tmp_path / "tokenizer.json") as made:
-        async with talks(made, store_settings, num_replicas=num_replicas) as (fleet, shaken):
+        async with talks(made, settings, num_replicas=num_replicas) as (fleet, shaken):
             running = [asyncio.create_task(talk.run()) for talk in shaken]
             for _ in range(NUM_KILLS):
                 await asyncio.sleep(rng.uniform(0.0, 0.5))  # a random time, the subject of this test
-                await fleet.kill_one(rng)
+                await disturb(fleet, rng)
             for talk in shaken:
                 talk.is_over = True
             await asyncio.gather(*running)
@@ -149,11 +156,48 @@ async def test_R14_no_turn_is_lost_or_doubled_by_random_kills(
                 for expected in talk.answers:
                     await other.say()
                     assert other.answers[-1] == expected
-    async with opened(store_of(store_settings)) as store, opened(store_of(calm_settings)) as calm_store:
-        backend, keys = rwkv7_backend(tiny_tokenizer), [SessionKey("default", name) for name in NAMES]
+    async with opened(store_of(settings)) as store, opened(store_of(calm_settings)) as calm_store:
+        backend, keys = rwkv7_backend(tokenizer), [SessionKey("default", name) for name in NAMES]
         for key in keys:
             assert await store.read_log(key) == await calm_store.read_log(key)
             assert await store.log_marks(key) == await calm_store.log_marks(key)
         await backend.start()
         assert {one.verdict async for one in verify(store, backend, keys)} <= {"same", "no_state"}
         await backend.stop()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_R14_no_turn_is_lost_or_doubled_by_random_kills(
+    store_settings: dict[str, str], num_replicas: int, tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    await compare_with_a_calm_life(
+        store_settings, kill_a_gateway, num_replicas=num_replicas, tmp_path=tmp_path, tokenizer=tiny_tokenizer
+    )
+
+
+@pytest.mark.redis
+async def test_D7_R14_no_turn_is_lost_or_doubled_when_redis_is_killed_too(
+    tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    """With `appendfsync always`; two gateways, of which now and then one is killed as well."""
+    topology = start_single(tmp_path / "redis", "appendonly yes", "appendfsync always")
+    server = topology.servers[0]
+
+    async def kill_redis_or_a_gateway(fleet: Fleet, rng: random.Random) -> None:
+        if rng.random() < 0.3:
+            await fleet.kill_one(rng)
+            return
+        server.kill()
+        await asyncio.sleep(rng.uniform(0.0, 0.3))  # turns and clients find nobody there
+        server.start()
+
+    try:
+        await compare_with_a_calm_life(
+            {"store": topology.own_url()},
+            kill_redis_or_a_gateway,
+            num_replicas=2,
+            tmp_path=tmp_path,
+            tokenizer=tiny_tokenizer,
+        )
+    finally:
+        topology.stop()
