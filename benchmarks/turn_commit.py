@@ -6,7 +6,8 @@ SQLite, the server for Redis, whose append-only file is synced as named), snapsh
 token to the end of the commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn. `in use`,
 `at rest`: the tenant's bytes over one state, after the last turn and when nobody has used the session for a while.
 `snapshots`: of all turns, without the last one at the stop. `cold`: pulse-books, a turn of one token on a gateway
-that never saw the session, after `--context` tokens. `--against DIR` measures another checkout beside this one, in
+that never saw the session, after `--context` tokens; with `--large-mb` also a state of that size and an engine that
+computes nothing. `--against DIR` measures another checkout beside this one, in
 turns.
 """
 
@@ -147,6 +148,14 @@ def cold_turn(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"replayed": found["replayed"], "ms": [round(one, 1) for one in found["ms"]]}
 
 
+def large_state(args: argparse.Namespace) -> dict[str, Any]:
+    """Of this checkout alone."""
+    options = ("--mode", "large", "--turns", str(args.cold_turns), "--state-bytes", str(args.large_mb * 1_000_000))
+    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+        found = result(start(ROOT, *options, "--store", f"sqlite:///{directory}/sessions.db"))
+    return {"stored_ms": round(found["stored_ms"]), "ms": [round(one) for one in found["ms"]]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, default=None, help="another checkout")
@@ -155,6 +164,7 @@ def main() -> None:
     parser.add_argument("--short-turns", type=int, default=40, help="of each session of the two gateways")
     parser.add_argument("--cold-turns", type=int, default=5, help="0: none")
     parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--large-mb", type=int, default=0, help="also a cold turn with a state of so many megabytes")
     parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
@@ -174,6 +184,8 @@ def measure(args: argparse.Namespace) -> None:
         rows[name]["turns/s of 16 tokens, two gateways, redis everysec"] = two_gateways(root, args)
         if args.cold_turns:
             rows[name]["cold"] = cold_turn(root, args)
+    if args.large_mb:
+        rows["this"][f"cold, {args.large_mb} MB"] = large_state(args)
     print(f"$ {command_line()}")
     for kind in KINDS:
         for figure in rows["this"][kind]:

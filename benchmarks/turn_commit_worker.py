@@ -122,6 +122,33 @@ async def rest(services: Any) -> None:
         await shed_once(services.store, keeper, cold_after_s=None, older_s=0.0)
 
 
+async def large(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a turn of one token on a gateway that never saw the session, whose state of so many bytes is
+    stored; the engine computes nothing. Half of a number's bits are noise, as in real states.
+    """
+    import numpy as np
+
+    rng, found = np.random.default_rng(1), []
+    state = rng.standard_normal(args.state_bytes // 4, dtype=np.float32).tobytes()
+    settings = {**snapshot_limit(), "state_cache_mb": 1024}
+    async with gateway(state_backend(args.tokenizer, state), args.store, **settings) as (app, client):
+        (await client.post("/v1/sessions", json={"id": "s"})).raise_for_status()
+        await say(client, "s", {"input": [7] * 2 * SNAPSHOT_TOKENS, "max_tokens": 1})
+        started = time.perf_counter()
+        await app.state.services.turns.keeper.drain(timeout_s=120.0)
+        stored_ms = 1000 * (time.perf_counter() - started)
+        for _ in range(args.turns):
+            async with gateway(state_backend(args.tokenizer, state), args.store, **settings) as (_, other):
+                copy = (await other.post("/v1/sessions/s/fork", json={})).json()["id"]
+                started = time.perf_counter()
+                answer = await say(other, copy, {"input": "x", "max_tokens": 1})
+                found.append(1000 * (time.perf_counter() - started))
+                details = answer["usage"]["prompt_tokens_details"]
+                if not details["cached_tokens"]:
+                    raise RuntimeError("the state did not come from the store")
+    return {"stored_ms": stored_ms, "ms": found}
+
+
 async def cold(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a turn of one token on a gateway that never saw the session, median of several."""
     import torch
@@ -153,7 +180,7 @@ async def cold(args: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=("turns", "cold"), required=True)
+    parser.add_argument("--mode", choices=("turns", "cold", "large"), required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--name", default="s")
@@ -162,5 +189,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--state", type=Path, default=None)
     parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--state-bytes", type=int, default=0)
     given = parser.parse_args()
-    print(json.dumps(asyncio.run(take_turns(given) if given.mode == "turns" else cold(given))))
+    modes = {"turns": take_turns, "cold": cold, "large": large}
+    print(json.dumps(asyncio.run(modes[given.mode](given))))

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
-from nsm_core.errors import SnapshotCorrupt
+from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
@@ -28,6 +28,13 @@ class Reading:
 
     finished: Finished
     rounding: StateFormat
+
+    def end(self, *, pending: int | None) -> EndState:
+        """The state before `pending`. Raises why there is none."""
+        found = self.finished.end_state
+        if found is None:
+            raise self.finished.error or NsmError("the session's log could not be read again")
+        return EndState(state=found.state, position=found.position, pending=pending, new_ids=(), generated_counts={})
 
 
 async def read_up_to(

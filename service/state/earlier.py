@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
-from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to, with_newest
@@ -107,10 +106,4 @@ async def _state_after(
         request_id=request_id,
         deadline=deadline,
     )
-    finished = reading.finished
-    if finished.end_state is None:
-        raise finished.error or NsmError("the session's log could not be read again")
-    pending = log_ids[-1] if num_fed < len(log_ids) else None
-    state = finished.end_state.state
-    end = EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
-    return end, reading.rounding
+    return reading.end(pending=log_ids[-1] if num_fed < len(log_ids) else None), reading.rounding

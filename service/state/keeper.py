@@ -28,6 +28,7 @@ from service.state.snapshot_writer import SnapshotWriter
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.sessions import Shed
 
 IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
 BUSY_FACTOR = 256  # of the limit: tokens after which a session that is never idle gets a snapshot, 13 s of reading
@@ -176,6 +177,10 @@ class StateKeeper:
         self._writer.forget(key)
         self._under_way.pop(key, None)
         self._metrics.sessions.states_held(self._states.num_bytes)
+
+    def shed(self, num_sessions: int, which: Shed) -> None:
+        """So many sessions lost snapshots because nobody uses them."""
+        self._metrics.sessions.snapshots_shed(num_sessions, which=which)
 
     async def drain(self, timeout_s: float = DRAIN_S) -> None:
         """Stores what is worth it, and ends."""

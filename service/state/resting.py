@@ -54,7 +54,10 @@ async def shed_once(
     of the log: never where each turn stores its state.
     """
     num_shed = await store.shed_snapshots(Shedding(unused_for_s=older_s, limit=AT_ONCE))
+    keeper.shed(num_shed, "older")
     if cold_after_s is not None and not keeper.is_always:
         cold = Shedding(unused_for_s=cold_after_s, limit=AT_ONCE, of_model=keeper.model_class)
-        num_shed += await store.shed_snapshots(cold)
+        num_cold = await store.shed_snapshots(cold)
+        keeper.shed(num_cold, "all")
+        num_shed += num_cold
     return num_shed

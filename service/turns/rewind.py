@@ -99,12 +99,7 @@ async def _state_after(
         deadline=request.deadline,
         on_start=turn.attach,
     )
-    finished = reading.finished
-    error = turn.error_of(finished)
+    error = turn.error_of(reading.finished)
     if error is not None:
         raise error
-    if finished.end_state is None:
-        raise RuntimeError("the engine ended a session's request without its state")
-    state = finished.end_state.state
-    end = EndState(state=state, position=len(fed), pending=pending, new_ids=(), generated_counts={})
-    return end, reading.rounding
+    return reading.end(pending=pending), reading.rounding

@@ -59,6 +59,17 @@ async def test_versions_rise_and_are_never_given_twice(states: StateStore) -> No
     assert (await states.add(tenant="a", name="x", state=new_state())).version == 4
 
 
+async def test_the_newest_is_the_newest_that_is_there(states: StateStore) -> None:
+    for _ in range(3):
+        await states.add(tenant="a", name="rules", state=new_state())
+    await states.delete(tenant="a", name="rules", version=3)
+    newest, middle = await states.get(tenant="a", name="rules"), await states.get(tenant="a", name="rules", version=1)
+    assert newest is not None
+    assert middle is not None
+    assert (newest.version, middle.version) == (2, 1)
+    assert await states.get(tenant="a", name="rules", version=3) is None
+
+
 async def test_of_additions_at_once_each_has_a_version(states: StateStore) -> None:
     added = await asyncio.gather(
         *(states.add(tenant="a", name="x", state=new_state(bytes([number]))) for number in range(8))

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+import service
 from nsm_core.errors import ConfigError
 from service.stores.redis.keys import Keyspace
 from service.stores.sessions.base import LogTail, Rewind
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.turn_records import EndedTurn, TurnStart
+from service.stores.states.base import NewState
+from service.stores.states.redis import RedisStateStore
 from tests.support.redis_servers import Topology, own_prefix, start_single
 from tests.support.stored_sessions import acquire, commit, commit_log, create, opened_redis
 
@@ -85,6 +89,13 @@ def documented_acl_rules() -> list[str]:
     return block[1].split()
 
 
+def test_the_documented_rights_cover_every_command_of_a_script() -> None:
+    scripts = "".join(path.read_text() for path in Path(service.__file__).parent.rglob("*.lua"))
+    commands = {name.lower() for name in re.findall(r"redis\.call\('(\w+)'", scripts)}
+    assert len(commands) > 20
+    assert commands <= {rule.removeprefix("+") for rule in documented_acl_rules()}
+
+
 @pytest.fixture(params=["redis_single", "redis_cluster"])
 def acl_user(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of servers that know the user `nsm`, but for the scheme and the user."""
@@ -134,6 +145,17 @@ async def every_call(store: RedisSessionStore) -> None:
     assert len(page.heads) == (await store.usage(tenant="a")).num_sessions == 1
     assert await store.list_tenants() == ("a",)
     await store.check_writable()
+    for number in range(2):  # the second finds the record of the first
+        start = TurnStart(turn_id=f"t{number}", identity=None, digest="d", base_version=None, request=b"{}")
+        leased = await store.acquire(KEY, holder="h", lease_s=1.0, start=start, max_records=1)
+        await store.append_turn(leased.lease, start.turn_id, index=0, chunk=b"x")
+        await store.end_turn(leased.lease, EndedTurn(turn_id=start.turn_id, result=b"", ttl_s=1.0), status="failed")
+        await store.release(leased.lease)
+    states = RedisStateStore(store)
+    new_state = NewState(file=b"s", model_fingerprint="m", position=1, num_tokens=1, source="text")
+    await states.add(tenant="a", name="rules", state=new_state)
+    assert await states.get(tenant="a", name="rules") is not None
+    assert await states.delete(tenant="a", name="rules") == 1
     await store.delete(KEY)
 
 

@@ -45,7 +45,12 @@ class StateKeys:
 
     @property
     def index(self) -> tuple[str, str, str]:
-        return self.heads, f"{self.tag}:state-versions", f"{self.tag}:state-additions"
+        return self.heads, self.newest, f"{self.tag}:state-additions"
+
+    @property
+    def newest(self) -> str:
+        """The newest version of each name."""
+        return f"{self.tag}:state-versions"
 
     def file(self, nonce: str) -> str:
         """The bytes of one state."""

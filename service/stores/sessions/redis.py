@@ -109,8 +109,8 @@ class RedisSessionStore:
         self.client = RedisClient(address)
         self._largest_bytes = 0  # of the snapshots that were to be written here
         self._index = TenantIndex(self.client, self.keys)
-        self.shed_snapshots = RedisShedding(self.client, self.keys, on_change=self._index.put).shed_snapshots
-        turns = RedisTurns(self.client, self.keys, on_change=self._index.put_soon)
+        self.shed_snapshots = RedisShedding(self.client, self.keys, self._index.put_soon).shed_snapshots
+        turns = RedisTurns(self.client, self.keys, self._index.put_soon)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
@@ -16,19 +17,17 @@ HEADS_AT_ONCE = 200
 FIELDS = ("tenant", "session_id", "updated_us", "retained", "snapshot_bytes", "model_fingerprint", "numerics")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class RedisShedding:
     """`on_change` gets the head of each session that lost snapshots."""
 
-    def __init__(
-        self, client: RedisClient, keys: Keyspace, *, on_change: Callable[[StoredHead], Awaitable[None]]
-    ) -> None:
-        self._client = client
-        self._keys = keys
-        self._on_change = on_change
+    client: RedisClient
+    keys: Keyspace
+    on_change: Callable[[StoredHead], None]
 
     async def shed_snapshots(self, shedding: Shedding) -> int:
         """See SessionStore. It goes through the names of all keys."""
-        names = await self._client.call(self._head_names)
+        names = await self.client.call(self._head_names)
         num_shed = 0
         for start in range(0, len(names), HEADS_AT_ONCE):
             for key in await self._idle(names[start : start + HEADS_AT_ONCE], shedding):
@@ -38,12 +37,12 @@ class RedisShedding:
         return num_shed
 
     async def _head_names(self, attempt: Attempt) -> list[bytes]:
-        return list({name async for name in attempt.scan(self._keys.any_head)})
+        return list({name async for name in attempt.scan(self.keys.any_head)})
 
     async def _idle(self, names: Sequence[bytes], shedding: Shedding) -> list[SessionKey]:
         """Those of them that seem to be due: the script looks again."""
         reads = [("HMGET", name, *FIELDS) for name in names]
-        answers = await self._client.call(lambda attempt: attempt.together(*reads))
+        answers = await self.client.call(lambda attempt: attempt.together(*reads))
         until_us = (time.time() - shedding.unused_for_s) * MICROSECONDS
         found = []
         for answer in answers:
@@ -56,14 +55,14 @@ class RedisShedding:
         return found
 
     async def _shed(self, key: SessionKey, shedding: Shedding) -> bool:
-        keys = self._keys.session(key).all("")
+        keys = self.keys.session(key).all("")
         values = (to_us(shedding.unused_for_s), int(shedding.of_model is not None))
 
         async def work(attempt: Attempt) -> StoredHead | None:
             status, *answer = await attempt.script(SHED, keys, *values)
             return decode_head(answer[0], key) if status == b"ok" else None
 
-        stored = await self._client.call(work)
+        stored = await self.client.call(work)
         if stored is not None:
-            await self._on_change(stored)
+            self.on_change(stored)
         return stored is not None

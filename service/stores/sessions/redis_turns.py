@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,13 +19,13 @@ from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, decod
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart, started, turn_not_found
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class RedisTurns:
     """The TurnStore of a Redis store. `on_change` gets the head when the bytes of its records have changed."""
 
-    def __init__(self, client: RedisClient, keys: Keyspace, *, on_change: Callable[[StoredHead], None]) -> None:
-        self._client = client
-        self._keys = keys
-        self._on_change = on_change
+    client: RedisClient
+    keys: Keyspace
+    on_change: Callable[[StoredHead], None]
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
         status, *rest = await self._under(lease, TURN_BEGIN, *start_fields(start, max_records))
@@ -33,7 +34,7 @@ class RedisTurns:
         stored = self._head(lease, rest[0])
         if status == b"conflict" and start.base_version is not None:
             require_version(stored.head, start.base_version)
-        self._on_change(stored)
+        self.on_change(stored)
         return started(start, stored.head.version)
 
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
@@ -42,7 +43,7 @@ class RedisTurns:
             raise turn_not_found(turn_id)
         is_cancel_wanted, *head = rest
         if head:
-            self._on_change(self._head(lease, head[0]))
+            self.on_change(self._head(lease, head[0]))
         return bool(is_cancel_wanted == b"1")
 
     async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
@@ -54,7 +55,7 @@ class RedisTurns:
     async def _end(self, lease: Lease, turn_id: str, status: str, result: bytes, ttl_us: int) -> None:
         _, *rest = await self._under(lease, TURN_END, turn_id, status, result, ttl_us)
         if rest:
-            self._on_change(self._head(lease, rest[0]))
+            self.on_change(self._head(lease, rest[0]))
 
     async def get_turn(
         self,
@@ -76,7 +77,7 @@ class RedisTurns:
         if status == b"none":
             return None
         if status == b"cancelled":
-            self._on_change(_require_head(rest[0], key))
+            self.on_change(_require_head(rest[0], key))
         return _record_of(rest[1:], key.session_id)
 
     async def _under(self, lease: Lease, script: Script, *args: Any) -> list[Any]:
@@ -89,12 +90,12 @@ class RedisTurns:
         return answer
 
     async def _script(self, script: Script, key: SessionKey, *args: Any) -> list[Any]:
-        keys = self._keys.session(key).all("")
+        keys = self.keys.session(key).all("")
 
         async def work(attempt: Attempt) -> list[Any]:
             return list(await attempt.script(script, keys, *args))
 
-        return await self._client.call(work)
+        return await self.client.call(work)
 
     @staticmethod
     def _head(lease: Lease, answer: Any) -> StoredHead:

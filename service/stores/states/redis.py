@@ -60,8 +60,16 @@ class RedisStateStore:
         return decode_fields(tenant, name, int(version), fields)
 
     async def get(self, *, tenant: str, name: str, version: int | None = None) -> NamedState | None:
-        versions = [state for state in await self.list(tenant=tenant) if state.name == name]
-        return next((state for state in versions if version in (None, state.version)), None)
+        keys, newest = self._keys.states(tenant), version
+        if version is None:
+            newest = _number(await self._client.command("HGET", keys.newest, name))
+        if newest is not None:
+            wanted, later = (f"{name}@{number}" for number in (newest, newest + 1))
+            entry, later_entry = await self._client.command("HMGET", keys.heads, wanted, later)
+            if version is not None or (entry is not None and later_entry is None):
+                return None if entry is None else _head_of(tenant, wanted, entry)
+        # The newest was deleted, or the table of newest versions is damaged: all are looked at
+        return next((state for state in await self.list(tenant=tenant) if state.name == name), None)
 
     async def load(self, *, tenant: str, name: str, version: int) -> StoredState | None:
         keys = self._keys.states(tenant)
@@ -101,6 +109,10 @@ class RedisStateStore:
 def _head_of(tenant: str, key: str, entry: bytes) -> NamedState:
     name, _, version = key.rpartition("@")
     return decode_fields(tenant, name, int(version), _parts(entry)[1])
+
+
+def _number(raw: bytes | None) -> int | None:
+    return int(raw) if raw is not None and raw.isdigit() else None
 
 
 def _parts(entry: bytes) -> tuple[str, bytes]:

@@ -20,6 +20,7 @@ Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "
 Source = Literal["memory", "store", "log"]
 # committed: with its turn; stored: after it; outdated: the session had moved on; dropped: too many at once; failed
 SnapshotEnd = Literal["committed", "stored", "outdated", "dropped", "failed"]
+Shed = Literal["older", "all"]  # of a session's snapshots
 
 
 class SessionMetrics:
@@ -51,6 +52,12 @@ class SessionMetrics:
         )  # fmt: skip
         for end in get_args(SnapshotEnd):
             self._snapshots.labels(end)
+        self._shed = Counter(
+            "nsm_sessions_shed_total", "Sessions that nobody used and that lost snapshots: the older ones, or all.",
+            ["snapshots"], registry=registry,
+        )  # fmt: skip
+        for which in get_args(Shed):
+            self._shed.labels(which)
         self._held_bytes = Gauge(
             "nsm_state_cache_bytes", "States of sessions that wait in memory for their next turn.", registry=registry,
             multiprocess_mode="livesum",
@@ -141,6 +148,10 @@ class SessionMetrics:
 
     def snapshot_ended(self, outcome: SnapshotEnd) -> None:
         self._snapshots.labels(outcome).inc()
+
+    def snapshots_shed(self, num_sessions: int, *, which: Shed) -> None:
+        """Sessions that nobody uses lost their older snapshots, or all."""
+        self._shed.labels(which).inc(num_sessions)
 
     def states_held(self, num_bytes: int) -> None:
         """Bytes of states in memory now."""
