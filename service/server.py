@@ -50,6 +50,7 @@ Made = TypeVar("Made")
 
 logger = logging.getLogger("nsm.server")
 
+MAX_EVENT_BYTES = 2**20  # of one event on a WebSocket
 KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
 TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
@@ -326,7 +327,9 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection_class(RECEIVE_TIMEOUT_S),
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_EVENT_BYTES,
+        ws_per_message_deflate=False,  # small events; a compressed one may be huge
         lifespan="off",  # `serve` runs it
         log_config=None,
         access_log=False,

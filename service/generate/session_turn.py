@@ -68,7 +68,7 @@ class SessionAnswer:
         tells where the session is.
         """
         number, text_frame = 0, TextFrame(lambda text: frame(self._chunk(text_piece(text))))
-        async with contextlib.aclosing(self._deltas()) as batches:
+        async with contextlib.aclosing(self.deltas()) as batches:
             async for batch in batches:
                 frames: list[bytes] = []
                 for number, delta in batch:
@@ -88,7 +88,7 @@ class SessionAnswer:
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         pieces: list[dict[str, Any]] = []
-        async with contextlib.aclosing(self._deltas()) as batches:
+        async with contextlib.aclosing(self.deltas()) as batches:
             async for batch in batches:
                 for _, delta in batch:
                     if delta.text:
@@ -97,7 +97,7 @@ class SessionAnswer:
         choices = [{"index": 0, **self._text.join(pieces)}]
         return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
 
-    async def _deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    async def deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """Each with its number. Ends with the one that has the finish reason, or raises the error of the turn."""
         num_tokens = 0
         async with contextlib.aclosing(self._source.batches()) as batches:
@@ -123,24 +123,33 @@ class SessionAnswer:
             fields["session"] = self._session()
         return self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields)
 
+    def delivered(self) -> None:
+        """The client has the first text."""
+        self._source.delivered()
+
     @property
-    def _end(self) -> TurnOutcome:
+    def turn_id(self) -> str:
+        return self._source.turn_id
+
+    @property
+    def outcome(self) -> TurnOutcome:
+        """How the turn ended, once it has."""
         if self._source.end is None:
             raise RuntimeError("the turn has not ended")
         return self._source.end
 
     def _usage(self) -> dict[str, Any]:
-        return usage([self._end.finished], has_energy=self._has_energy)
+        return usage([self.outcome.finished], has_energy=self._has_energy)
 
     def _session(self) -> dict[str, Any]:
-        head = self._end.head
+        head = self.outcome.head
         session: dict[str, Any] = {"id": head.session_id, "version": head.version, "position": head.position}
         if self._source.other_numerics is not None:
             session["taken_over_from"] = self._source.other_numerics
         if self._source.rebuilt is not None:
             session["rebuilt"] = self._source.rebuilt
         if self._has_energy:
-            session["energy_joules"] = self._end.session_joules
+            session["energy_joules"] = self.outcome.session_joules
         return session
 
 

@@ -18,6 +18,7 @@ from service.web.openapi import ASSETS_URL
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json", page.PAGE_URL})
 OPEN_FOLDERS = (f"{ASSETS_URL}/", f"{page.ASSETS_URL}/")
 METRICS_PATH = "/metrics"
+KEY_PROTOCOL = "openai-insecure-api-key."  # OpenAI's name
 
 
 class Authenticate:
@@ -28,7 +29,7 @@ class Authenticate:
         self.tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]):
+        if scope["type"] not in ("http", "websocket") or is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         caller = self.tenants.identify(key_of(Headers(scope=scope)))
@@ -43,7 +44,7 @@ class Authenticate:
             return
 
         async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"].endswith("http.response.start"):
                 MutableHeaders(raw=message["headers"]).update(headers_of(allowance))
             await send(message)
 
@@ -66,7 +67,13 @@ def key_of(headers: Headers) -> str | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    return headers.get("x-api-key") or None
+    return headers.get("x-api-key") or _key_in_protocols(headers) or None
+
+
+def _key_in_protocols(headers: Headers) -> str:
+    """Of a WebSocket that a browser opens: it can send no other header."""
+    offered = (item.strip() for item in headers.get("sec-websocket-protocol", "").split(","))
+    return next((item.removeprefix(KEY_PROTOCOL) for item in offered if item.startswith(KEY_PROTOCOL)), "")
 
 
 def headers_of(allowance: Allowance) -> dict[str, str]:

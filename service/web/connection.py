@@ -227,7 +227,13 @@ class Connection(BoundedHead):
     def on_headers_complete(self) -> None:
         if not self._is_cut:
             super().on_headers_complete()
-            self.scope["state"]["write_part"] = DirectWriter(self.cycle)
+            if not self._should_upgrade():
+                self.scope["state"]["write_part"] = DirectWriter(self.cycle)
+
+    def handle_websocket_upgrade(self) -> None:
+        """From here on the connection is the WebSocket's own, whose writes are bounded by waiting for its reader."""
+        self.transport = self._socket
+        super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         if not self._is_cut:

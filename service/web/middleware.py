@@ -51,6 +51,12 @@ class RequestContext:
         self.routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            request_id = f"req_{uuid.uuid4().hex}"
+            scope.setdefault("state", {})["request_id"] = request_id
+            with answering(request_id):
+                await self.app(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -95,7 +101,7 @@ class RequestContext:
 
 
 class CatchErrors:
-    """An exception becomes the standard error body, unless the answer has begun."""
+    """An exception becomes the standard error body, unless the answer has begun, or the WebSocket was accepted."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -111,7 +117,7 @@ class CatchErrors:
         try:
             await self.app(scope, receive, send_and_note)
         except Exception as error:
-            if scope["type"] != "http":
+            if scope["type"] not in ("http", "websocket"):
                 raise
             request_id = scope["state"]["request_id"]
             report(error, request_id=request_id)

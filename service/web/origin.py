@@ -36,7 +36,7 @@ class RequireHost:
         self.names = None if names is None or ANY in names else {LOCALHOST, *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             self._check(Headers(scope=scope).getlist("host"), scope["http_version"])
         await self.app(scope, receive, send)
 
@@ -60,14 +60,16 @@ class RequireHost:
 
 
 class RequireOwnOrigin:
-    """Refuses unsafe methods from web pages of other origins, but for those of `origins`. Programs send no Origin."""
+    """Refuses unsafe methods and WebSockets from web pages of other origins, but for those of `origins`. Programs send
+    no Origin.
+    """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         self.app = app
         self.origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
+        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] not in SAFE_METHODS):
             self._check(Headers(scope=scope))
         await self.app(scope, receive, send)
 
