@@ -160,11 +160,12 @@ async def open_session_turn(
     arrival: Arrival,
     *,
     idempotency_key: str | None = None,
+    digest: str | None = None,
 ) -> SessionAnswer:
-    """Checks the body and begins the turn; errors become the answer's status."""
+    """Checks the body and begins the turn; errors become the answer's status. `digest`: None for that of the body."""
     services = await services.for_session(key, body.model)
     spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
-    digest = digest_of(body.model_dump(exclude=body.digest_exclude))
+    digest = digest or digest_of(body.model_dump(exclude=body.digest_exclude))
     identity = retry_identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()

@@ -129,7 +129,8 @@ class Conversation:
             text = template.separator + text
         body = options.body(text, template)
         key = None if options.key is None else f"response:{options.key}"
-        return await open_session_turn(services, self.key, body, arrival, idempotency_key=key)
+        digest = digest_of(dataclasses.asdict(options))  # not of the text: it depends on what was read since
+        return await open_session_turn(services, self.key, body, arrival, idempotency_key=key, digest=digest)
 
     async def cancel(self) -> None:
         with contextlib.suppress(VersionConflict):

@@ -7,7 +7,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from nsm_core.errors import Overloaded
 from service.deps import Services
-from service.realtime.connection import NORMAL, RealtimeConnection, Socket
+from service.realtime.connection import IDLE_S, NORMAL, RealtimeConnection, Socket
 from service.realtime.conversation import Conversation
 from service.served_models import holding_models
 
@@ -58,7 +58,11 @@ async def realtime(websocket: WebSocket) -> None:
     offered = websocket.scope.get("subprotocols", [])
     await websocket.accept(PROTOCOL if PROTOCOL in offered else None)
     connection = RealtimeConnection(
-        _StarletteSocket(websocket), services, conversation, request_id=websocket.state.request_id
+        _StarletteSocket(websocket),
+        services,
+        conversation,
+        request_id=websocket.state.request_id,
+        idle_s=IDLE_S,
     )
     _open.add(connection)
     try:
