@@ -197,28 +197,58 @@ async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
         assert (await log_of(server, "s"))["version"] == 1
 
 
+JSON_BODY = {name: value for name, value in BODY.items() if name != "ignore_eos"}
+JSON_BODY |= {"guided_json": SHELF, "max_tokens": 2000}
+NUM_JSON_KILLS = scaled(1, 100)  # of each of the two tests
+
+
+async def killed_in_mid_object(victim: Server, reader: Reader, *, num_frames: int) -> None:
+    """kill -9 once the client has so many frames of the answer."""
+    await victim.create(reader.session_id)
+    starting = asyncio.create_task(reader.start(victim))
+    await reader.wait_for(num_frames)
+    victim.process.kill()
+    with contextlib.suppress(*LOST):
+        await starting
+    await victim.process.wait()
+    assert not reader.is_done
+
+
+async def reads_on_to(server: Server, reader: Reader, expected: Reader) -> None:
+    """The rest of the answer: valid, and that of an undisturbed run."""
+    num_before = len(reader.frames)
+    await reader.read_on(server)
+    assert reader.is_done
+    assert reader.text == expected.text
+    assert num_before < len(reader.frames)
+    check_json(reader.text, SHELF)
+
+
 async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_schema(
     backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     """The answer is valid, and that of an undisturbed run: the grammar follows the tokens that were written down."""
     server, url = survivor
-    body = {name: value for name, value in BODY.items() if name != "ignore_eos"}
-    body |= {"guided_json": SHELF, "max_tokens": 2000}
-    expected, rng = await unbroken(server, body), random.Random(5)
+    expected, rng = await unbroken(server, JSON_BODY), random.Random(5)
     check_json(expected.text, SHELF)
-    for number in range(scaled(1, 200)):
-        reader = Reader(f"killed{number}", body)
+    for number in range(NUM_JSON_KILLS):
+        reader = Reader(f"killed{number}", JSON_BODY)
         async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
-            await victim.create(reader.session_id)
-            starting = asyncio.create_task(reader.start(victim))
-            await reader.wait_for(rng.randrange(1, len(expected.frames) - 20))
-            victim.process.kill()
-            with contextlib.suppress(*LOST):
-                await starting
-            await victim.process.wait()
-        num_before = len(reader.frames)
-        if not reader.is_done:
-            await reader.read_on(server)
-        assert reader.is_done
-        assert reader.text == expected.text
-        assert num_before < len(reader.frames)
+            await killed_in_mid_object(victim, reader, num_frames=rng.randrange(1, len(expected.frames) - 20))
+        await reads_on_to(server, reader, expected)
+
+
+async def test_kill_9_in_a_json_object_and_the_next_server_on_the_file_goes_on_within_its_schema(
+    backend_settings: dict[str, object], tmp_path: Path
+) -> None:
+    """SQLite: each server reads the last one's answer on, and is killed in its own."""
+    rng, expected, reader = random.Random(6), Reader("unbroken", JSON_BODY), None
+    for number in range(NUM_JSON_KILLS + 1):
+        async with running(backend_settings, tmp_path) as server:
+            if reader is None:
+                expected = await unbroken(server, JSON_BODY)
+            else:
+                await reads_on_to(server, reader, expected)
+            if number < NUM_JSON_KILLS:
+                reader = Reader(f"killed{number}", JSON_BODY)
+                await killed_in_mid_object(server, reader, num_frames=rng.randrange(1, len(expected.frames) - 20))

@@ -300,9 +300,7 @@ async def test_only_whoever_may_call_the_server_may_connect(tmp_path: Path) -> N
         await client.close()
 
 
-async def test_a_connection_without_events_is_closed(
-    server: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_without_events_is_closed(server: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.routes.realtime.IDLE_S", 0.05)
     async with websockets.connect(f"{server.url.replace('http', 'ws')}/v1/realtime") as socket:
         await socket.recv()
