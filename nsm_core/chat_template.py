@@ -16,6 +16,7 @@ from typing import Literal
 from nsm_core import rwkv_text
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.jinja_template import JinjaTemplate
+from nsm_core.tool_forms import ToolFormName
 
 _ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
 Reasoning = Literal["none", "own", "open"]
@@ -39,6 +40,7 @@ class ChatTemplate:
     `jinja`: `render` as programs that read a `tokenizer_config.json` know templates. `has_own_system_message`: a system
     message stands in place of one that the template has itself, so that none can be put in front of a chat.
     `reasoning`: whether an answer begins inside a thought ("open"), may begin with one of its own ("own"), or has none.
+    `tool_form`: how calls of tools are written.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ChatTemplate:
     answer_prefix: str
     has_own_system_message: bool = False
     reasoning: Reasoning = "none"
+    tool_form: ToolFormName = "hermes"
 
     def render_next(self, *messages: ChatMessage) -> str:
         """What `messages` add to a chat that ends with an answer: a session reads this, and nothing again."""
@@ -60,6 +63,19 @@ class ChatTemplate:
         message = ChatMessage("user", _QUESTION)
         later, first = self.render_next(message), self.render([message])
         return later.removesuffix(first) if later.endswith(first) else ""
+
+    @property
+    def opening(self) -> str:
+        """What a prompt ends with that no later prompt of the chat has there: the beginning of a thought, and the white
+        space before it, which tokens may join to an answer's first word.
+        """
+        user, answer = ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)
+        begun, later = self.render([user]), self.render([user, answer, user])
+        if later.startswith(begun):
+            return ""
+        pairs = enumerate(zip(begun, later, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), len(later))
+        return begun[len(begun[:same].rstrip()) :]
 
     def render_preface(self, content: str) -> str:
         """What a system message adds in front of a chat. Raises InvalidRequest where nothing can be put there."""
@@ -96,6 +112,7 @@ def _rwkv(name: str, opening: str, answer_prefix: str, reasoning: Reasoning) -> 
         stop=rwkv_text.STOP,
         answer_prefix=answer_prefix,
         reasoning=reasoning,
+        tool_form="rwkv",
     )
 
 

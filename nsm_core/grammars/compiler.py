@@ -235,7 +235,11 @@ def _schema_part(schema: Any) -> dict[str, Any]:
 def _tools_parts(source: dict[str, Any]) -> list[dict[str, Any]]:
     tools, form = source["tools"], source["form"]
     lark = tools_lark(
-        [name for name, _ in tools], need=source["need"], has_many=source["has_many"], has_form=form is not None
+        [name for name, _ in tools],
+        need=source["need"],
+        has_many=source["has_many"],
+        has_form=form is not None,
+        calls=source.get("calls", "hermes"),  # of a turn that an earlier build began
     )
     parts = [{"name": f"arguments_{index}", **_schema_part(schema)} for index, (_, schema) in enumerate(tools)]
     if form is not None:

@@ -1,7 +1,6 @@
 """How tools stand in a chat's text: their list, a model's calls, their results, and the grammar that holds calls to it.
 
-Calls are written as models of the Hermes family write them, for every chat template: a model that was not trained on
-them is held to the form by the grammar all the same.
+How they stand there is the form of the chat template (`nsm_core/tool_forms.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any, Literal
 
 from nsm_core.chat_template import ChatMessage
 from nsm_core.grammars.grammar import Grammar
+from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME_KEY, ARGUMENTS_KEY = '{"name": ', ', "arguments": '
 Need = Literal["auto", "required"]
 
@@ -28,39 +27,40 @@ class Tool:
     parameters: Mapping[str, Any]
 
 
-def tools_text(tools: Sequence[Tool]) -> str:
+def tools_text(tools: Sequence[Tool], form: ToolFormName) -> str:
     """What a system message says of them."""
-    lines = [
+    objects = [
         json.dumps(
             {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
             ensure_ascii=False,
         )
         for tool in tools
     ]
-    form = call_text("NAME", '{"PARAMETER": "VALUE"}')
-    return "\n".join(["These tools can be called:", *lines, f"A call is written {form} and its result comes next."])
+    return TOOL_FORMS[form].list_tools(objects)
 
 
-def call_text(name: str, arguments: str) -> str:
+def call_text(name: str, arguments: str, form: ToolFormName) -> str:
     """A call as the model writes it; `arguments`: JSON."""
-    return f"{OPEN}{NAME_KEY}{json.dumps(name, ensure_ascii=False)}{ARGUMENTS_KEY}{arguments}}}{CLOSE}"
+    marks = TOOL_FORMS[form]
+    return f"{marks.open}{NAME_KEY}{json.dumps(name, ensure_ascii=False)}{ARGUMENTS_KEY}{arguments}}}{marks.close}"
 
 
-def answer_text(content: str, calls: Sequence[tuple[str, str]]) -> str:
+def answer_text(content: str, calls: Sequence[tuple[str, str]], form: ToolFormName) -> str:
     """An assistant's message: its text, then its calls (name, arguments)."""
-    return content + "\n".join(call_text(name, arguments) for name, arguments in calls)
+    return content + "\n".join(call_text(name, arguments, form) for name, arguments in calls)
 
 
-def results_message(results: Sequence[str]) -> ChatMessage:
+def results_message(results: Sequence[str], form: ToolFormName) -> ChatMessage:
     """The results of the calls before it, in their order."""
-    return ChatMessage("user", "\n".join(f"<tool_response>{result}</tool_response>" for result in results))
+    marks = TOOL_FORMS[form]
+    return ChatMessage("user", "\n".join(f"{marks.result_open}{result}{marks.result_close}" for result in results))
 
 
-def with_tools(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
+def with_tools(messages: Sequence[ChatMessage], tools: Sequence[Tool], form: ToolFormName) -> list[ChatMessage]:
     """The chat with its tools in the first system message."""
     if not tools:
         return list(messages)
-    text = tools_text(tools)
+    text = tools_text(tools, form)
     if messages and messages[0].role == "system":
         return [ChatMessage("system", f"{messages[0].content}\n\n{text}"), *messages[1:]]
     return [ChatMessage("system", text), *messages]
@@ -71,36 +71,41 @@ def tools_grammar(
     *,
     need: Need,
     has_many: bool,
+    calls: ToolFormName = "hermes",
     form: Grammar | None = None,
     prefix: str = "",
     param: str = "tools",
 ) -> Grammar:
     """The answer is calls of these tools, several of them if `has_many`; with `auto` it may be a text instead, in
-    `form` if there is one, or have a text before its calls.
+    `form` if there is one, or have a text before its calls. `calls`: how they are written.
     """
     source = {
         "need": need,
         "has_many": has_many,
+        "calls": calls,
         "tools": [[tool.name, dict(tool.parameters)] for tool in tools],
         "form": None if form is None else {"kind": form.kind, "source": form.source},
     }
     return Grammar(kind="tools", source=json.dumps(source, ensure_ascii=False), prefix=prefix, param=param)
 
 
-def tools_lark(names: Sequence[str], *, need: Need, has_many: bool, has_form: bool) -> str:
+def tools_lark(
+    names: Sequence[str], *, need: Need, has_many: bool, has_form: bool, calls: ToolFormName = "hermes"
+) -> str:
     """The grammar's rules. The arguments of tool i are the rule @arguments_i, a form is @form."""
-    calls = " | ".join(
+    marks = TOOL_FORMS[calls]
+    heads = " | ".join(
         f"{_literal(f'{NAME_KEY}{json.dumps(name, ensure_ascii=False)}{ARGUMENTS_KEY}')} @arguments_{index}"
         for index, name in enumerate(names)
     )
-    rules = [f"body: ({calls}) {_literal('}' + CLOSE)}", f"call: {_literal(OPEN)} body"]
-    more = f" ({_literal(chr(10) + OPEN)} body)*" if has_many else ""
+    rules = [f"body: ({heads}) {_literal('}' + marks.close)}", f"call: {_literal(marks.open)} body"]
+    more = f" ({_literal(chr(10) + marks.open)} body)*" if has_many else ""
     if need == "required":
         return "\n".join([f"start: call{more}", *rules])
     if has_form:
         return "\n".join([f"start: @form | call{more}", *rules])
     # The first lexeme ends as soon as a call opens, so that no text ever holds that mark
-    rules += [f"opened[lazy]: TEXT {_literal(OPEN)}", "TEXT: /(.|\\n)*/"]
+    rules += [f"opened[lazy]: TEXT {_literal(marks.open)}", "TEXT: /(.|\\n)*/"]
     return "\n".join([f"start: TEXT | opened body{more}", *rules])
 
 

@@ -164,7 +164,7 @@ class Chat:
 def _reading_of(body: ChatBody, template: ChatTemplate) -> ReadChoice | None:
     """How a choice's text is read; None where it is shown as it is. An answer in a form has no thought before it."""
     has_form, use = body.to_grammar() is not None, body.tool_use
-    calls = CallingChoice(is_either=has_form) if use.tools else None
+    calls = CallingChoice(is_either=has_form, form=template.tool_form) if use.tools else None
     may_think = template.reasoning != "none" and not has_form and not use.is_forced
     thoughts = ThoughtReader(is_open=template.reasoning == "open") if may_think else None
     return None if calls is None and thoughts is None else ReadChoice(thoughts=thoughts, calls=calls)
@@ -205,7 +205,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     state = await find_state(services, tenant, spec, arrival)
     text = spec.prompts[0]
     if state is not None and state.ends_with_answer:
-        text = template.render_next(*core_messages(body.messages, body.tool_use.tools))
+        text = template.render_next(*core_messages(body.messages, template, body.tool_use.tools))
     prompt = await read_after(services, state, text, param="messages")
     start = start_after(state, prompt) if state is not None else await _start(services, tenant, body, spec, prompt)
     envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
@@ -224,7 +224,15 @@ async def _start(services: Services, tenant: str, body: ChatBody, spec: RequestS
         max_tokens=spec.max_tokens,
         next_text=lambda answer: _next_text(template, body, answer),
         is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
+        num_opening=_num_opening(services.backend.tokenizer, template, prompt.ids),
     )
+
+
+def _num_opening(tokenizer: Tokenizer, template: ChatTemplate, ids: Sequence[int]) -> int:
+    """How many ids at the end of a prompt hold what no later prompt of the chat has there."""
+    opening = template.opening
+    sizes = range(len(opening) + 1)  # a token has a character or more, but for the end of another one
+    return next((size for size in sizes if tokenizer.decode(ids[len(ids) - size :]).endswith(opening)), 0)
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
@@ -235,5 +243,5 @@ def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
         reading.finish()
         text = reading.message()["content"]
     said = ChatMessage("assistant", text)
-    messages = core_messages(body.messages, body.tool_use.tools)
+    messages = core_messages(body.messages, template, body.tool_use.tools)
     return template.render([*messages, said, ChatMessage("user", "")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from nsm_core.tool_forms import ToolFormName
 from service.generate.thoughts import Part, ThoughtReader
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, Piece, TextPiece, ToolCallReader
 
@@ -12,8 +13,8 @@ from service.generate.tool_stream import ArgumentsPiece, CallBegun, Piece, TextP
 class CallingChoice:
     """Feed it the visible text, in order; then `finish`, once."""
 
-    def __init__(self, *, is_either: bool) -> None:
-        self._reader = ToolCallReader(is_either=is_either)
+    def __init__(self, *, is_either: bool, form: ToolFormName) -> None:
+        self._reader = ToolCallReader(is_either=is_either, form=form)
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
 

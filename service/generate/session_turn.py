@@ -247,7 +247,8 @@ async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -
     version = body.expected_version
     if body.messages is not None:
         head = await services.store.get(key)
-        template, messages = services.chat_template, core_messages(body.messages)
+        template = services.chat_template
+        messages = core_messages(body.messages, template)
         text, is_bound = await text_after(services.store, head, services.backend.tokenizer, template, messages)
         ids = tuple(await services.prompts.encode(text, param="messages"))
         return ids, head.version if is_bound and version is None else version

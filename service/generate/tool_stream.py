@@ -6,7 +6,8 @@ import dataclasses
 import json
 import re
 
-from nsm_core.grammars.tool_calls import ARGUMENTS_KEY, CLOSE, NAME_KEY, OPEN
+from nsm_core.grammars.tool_calls import ARGUMENTS_KEY, NAME_KEY
+from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
 
 _HEAD = re.compile(re.escape(NAME_KEY) + r'("(?:[^"\\]|\\.)*")' + re.escape(ARGUMENTS_KEY))
 
@@ -45,8 +46,12 @@ class ToolCallReader:
     their borders only, on how it was cut.
     """
 
-    def __init__(self, *, is_either: bool = False) -> None:
-        """`is_either`: the answer is a text in a form of its own, whatever marks are in it, or calls."""
+    def __init__(self, *, form: ToolFormName, is_either: bool = False) -> None:
+        """`form`: of the calls. `is_either`: the answer is a text in a form of its own, whatever marks are in it, or
+        calls.
+        """
+        marks = TOOL_FORMS[form]
+        self._open, self._close = marks.open, "}" + marks.close
         self._is_either = is_either
         self._waiting = ""  # text that cannot be told yet
         self._read = self._read_text
@@ -68,16 +73,16 @@ class ToolCallReader:
         return [TextPiece(text)] if text and is_text else []
 
     def _read_text(self, pieces: list[Piece]) -> bool:
-        if self._is_either and self.num_calls == 0 and not OPEN.startswith(self._waiting[: len(OPEN)]):
+        if self._is_either and self.num_calls == 0 and not self._open.startswith(self._waiting[: len(self._open)]):
             text, self._waiting = self._waiting, ""
             self._read = self._read_rest
             pieces.append(TextPiece(text))
             return False
-        before, mark, after = self._waiting.partition(OPEN)
+        before, mark, after = self._waiting.partition(self._open)
         if mark:
             self._waiting, self._read = after, self._read_head
         else:
-            num_held = _overlap(before, OPEN)
+            num_held = _overlap(before, self._open)
             self._waiting, before = before[len(before) - num_held :], before[: len(before) - num_held]
         if before and self.num_calls == 0:  # what stands between calls is no text
             pieces.append(TextPiece(before))
@@ -107,12 +112,11 @@ class ToolCallReader:
         return self._arguments.is_found
 
     def _read_close(self, pieces: list[Piece]) -> bool:
-        close = "}" + CLOSE
-        if not self._waiting.startswith(close):
+        if not self._waiting.startswith(self._close):
             return False
         pieces.append(CallEnded(self.num_calls))
         self.num_calls += 1
-        self._waiting, self._read = self._waiting[len(close) :], self._read_text
+        self._waiting, self._read = self._waiting[len(self._close) :], self._read_text
         return True
 
 

@@ -55,7 +55,8 @@ async def create_state(
         with naming_field(body):
             file = await library.read_file(await asyncio.to_thread(_decode_file, body.file))
     else:
-        text = body.text if body.text is not None else border_text(template, core_messages(body.messages or []))
+        messages = core_messages(body.messages or [], template)
+        text = body.text if body.text is not None else border_text(template, messages)
         file = await _read(library, tenant, body, text, deadline)
     with naming_field(body):
         return await library.add(tenant, body.name, file, source=body.source, text=text, metadata=body.metadata)

@@ -140,7 +140,7 @@ class UnstoredResponse:
         self._returned = unstored.returned
         self._opened = opened
         self._item_id = new_item_id()
-        self._reasoning = services.chat_template.reasoning
+        self._template = services.chat_template
         self._cutter = PrefixCutter(services.chat_template.answer_prefix)
         self._texts: list[str] = []
 
@@ -149,7 +149,8 @@ class UnstoredResponse:
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """A failure is an event too."""
-        stream = ResponseStream(self._opened, self._item_id, reasoning=self._reasoning)
+        reasoning, form = self._template.reasoning, self._template.tool_form
+        stream = ResponseStream(self._opened, self._item_id, reasoning=reasoning, tool_form=form)
         yield stream.begin()
         try:
             async with contextlib.aclosing(self._pieces()) as batches:
@@ -180,8 +181,14 @@ class UnstoredResponse:
 
     async def _ended(self) -> Response:
         finished: Finished = ends_of(self._group)[0]
-        status, how = status_of(finished), self._reasoning
-        output = output_of(self._opened, self._item_id, self._texts, status=status, reasoning=how)
+        output = output_of(
+            self._opened,
+            self._item_id,
+            self._texts,
+            status=status_of(finished),
+            reasoning=self._template.reasoning,
+            tool_form=self._template.tool_form,
+        )
         num_thought = output.num_thought_pieces
         ended = ended_response(self._opened, finished, output.items, reasoning_tokens=num_thought)
         if self._returned is None:
@@ -194,7 +201,7 @@ async def _until_end(
 ) -> AsyncGenerator[list[Event], None]:
     """The events up to the last piece of text; `text` is left with all of them, and with the turn's end."""
     text = text or ResponseText(services)
-    stream = ResponseStream(opening_of(stored.response), stored.item_id, reasoning=stored.reasoning)
+    stream = _stream_of(stored)
     yield stream.begin()
     async with contextlib.aclosing(source.batches()) as batches:
         async for turn_events in batches:
@@ -209,7 +216,13 @@ def _require_ended(stored: StoredResponse, end: TurnOutcome | None) -> None:
         raise (None if end is None else end.error) or HandedOver()
 
 
+def _stream_of(stored: StoredResponse) -> ResponseStream:
+    return ResponseStream(
+        opening_of(stored.response), stored.item_id, reasoning=stored.reasoning, tool_form=stored.tool_form
+    )
+
+
 def _events_of(stored: StoredResponse) -> list[Event]:
     """All events of an ended response."""
-    stream = ResponseStream(opening_of(stored.response), stored.item_id, reasoning=stored.reasoning)
+    stream = _stream_of(stored)
     return [*stream.begin(), *stream.feed(stored.deltas), *stream.end(stored.response)]

@@ -123,14 +123,15 @@ async def plan_turn(
 
 async def plan_first_turn(scope: TenantScope, state: StartState, *, items: Sequence[Item]) -> TurnPlan:
     """The first turn of a chain that begins from `state`. Raises InvalidRequest."""
-    template, messages = scope.services.chat_template, messages_of(items)
+    template = scope.services.chat_template
+    messages = messages_of(items, template.tool_form)
     text = template.render_next(*messages) if state.ends_with_answer else template.render(messages)
     ids = await scope.services.prompts.encode(text, param="input")
     return TurnPlan(start=None, input_ids=tuple(ids), state=state)
 
 
 def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:
-    messages = messages_of(items)
+    messages = messages_of(items, template.tool_form)
     return template.render(messages) if base is None else template.render_next(*messages)
 
 

@@ -104,6 +104,7 @@ async def _open_stored(
         conversation_id=body.conversation,
         digest=digest,
         reasoning=scope.services.chat_template.reasoning,
+        tool_form=scope.services.chat_template.tool_form,
         earlier=earlier,
     )
     context = await find_context(scope, body)
@@ -152,7 +153,8 @@ async def make_plan(scope: TenantScope, body: ContextFields, context: Context, i
         deadline = time.monotonic() + scope.services.settings.request_timeout_s
         state = await scope.services.states.start(scope.tenant, body.state, deadline=deadline)
         return await plan_first_turn(scope, state, items=read)
-    return await plan_turn(scope, context.chain, instructions=body.read_instructions, items=read)
+    instructions = body.read_instructions(scope.services.chat_template.tool_form)
+    return await plan_turn(scope, context.chain, instructions=instructions, items=read)
 
 
 async def _after_response(scope: TenantScope, response_id: str) -> Context:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nsm_core.chat_template import Reasoning
 from nsm_core.errors import NotFound
+from nsm_core.tool_forms import ToolFormName
 from service.deps import TenantScope
 from service.messages import quoted
 from service.responses.chain import Chain
@@ -21,8 +22,8 @@ MAX_TRIES = 20  # of a change that another writer was faster with
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A response before its turn has begun. `digest`: of its body, for a retry with the same key; `reasoning`: see
-    ChatTemplate.
+    """A response before its turn has begun. `digest`: of its body, for a retry with the same key; `reasoning`
+    and `tool_form`: see ChatTemplate.
 
     `earlier`: the failed try that it takes the place of.
     """
@@ -32,6 +33,7 @@ class Draft:
     conversation_id: str | None
     digest: str
     reasoning: Reasoning
+    tool_form: ToolFormName
     earlier: StoredResponse | None = None
 
 
@@ -52,6 +54,7 @@ class StoredResponse:
     chain: Chain
     deltas: list[str] = dataclasses.field(default_factory=list)
     reasoning: Reasoning = "none"  # of a response that an earlier build stored
+    tool_form: ToolFormName = "hermes"
     version: int = ABSENT
 
     @classmethod
@@ -64,6 +67,7 @@ class StoredResponse:
             item_id=new_item_id(),
             chain=chain,
             reasoning=draft.reasoning,
+            tool_form=draft.tool_form,
             version=ABSENT if draft.earlier is None else draft.earlier.version,
         )
 

@@ -120,8 +120,14 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
     else:
         head, before = end.head, stored.chain.end
         position = LogPosition(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
-        status, how = status_of(end.finished), stored.reasoning
-        output = output_of(stored.response, stored.item_id, text.deltas, status=status, reasoning=how)
+        output = output_of(
+            stored.response,
+            stored.item_id,
+            text.deltas,
+            status=status_of(end.finished),
+            reasoning=stored.reasoning,
+            tool_form=stored.tool_form,
+        )
         num_thought = output.num_thought_pieces
         response = ended_response(stored.response, end.finished, output.items, reasoning_tokens=num_thought)
         stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, end=position))

@@ -13,6 +13,7 @@ from typing import Any
 
 from nsm_core.chat_template import Reasoning
 from nsm_core.hashing import identity_of
+from nsm_core.tool_forms import ToolFormName
 from service.generate.thoughts import ThoughtReader
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, CallEnded, Piece, TextPiece, ToolCallReader
 from service.responses.format import LAST_EVENTS, Event, Response
@@ -25,12 +26,12 @@ CALL_ID_CHARS = 24
 class ResponseStream:
     """Of one reader: `begin`, then `feed` for each batch of pieces, then `end`. `number` events were given so far.
 
-    `reasoning`: see ChatTemplate, of the template by which the answer is read.
+    `reasoning`, `tool_form`: see ChatTemplate, of the template by which the answer is read.
     """
 
-    def __init__(self, opened: Response, item_id: str, *, reasoning: Reasoning) -> None:
+    def __init__(self, opened: Response, item_id: str, *, reasoning: Reasoning, tool_form: ToolFormName) -> None:
         self._opened, self._item_id = opened, item_id
-        self._builder = _builder_of(opened, item_id, reasoning)
+        self._builder = _builder_of(opened, item_id, reasoning, tool_form)
         self.number = 0
 
     def begin(self) -> list[Event]:
@@ -67,10 +68,16 @@ class Output:
 
 
 def output_of(
-    opened: Response, item_id: str, pieces: Iterable[str], *, status: str, reasoning: Reasoning
-) -> Output:  # fmt: skip
+    opened: Response,
+    item_id: str,
+    pieces: Iterable[str],
+    *,
+    status: str,
+    reasoning: Reasoning,
+    tool_form: ToolFormName,
+) -> Output:
     """`status`: of the item that the answer ends with."""
-    builder = _builder_of(opened, item_id, reasoning)
+    builder = _builder_of(opened, item_id, reasoning, tool_form)
     builder.begin()
     if not isinstance(builder, _ThinkingBuilder):
         builder.feed("".join(pieces))
@@ -104,9 +111,9 @@ class _MessageBuilder:
 class _CallingBuilder:
     """A message, or calls, or both."""
 
-    def __init__(self, item_id: str, *, is_either: bool) -> None:
+    def __init__(self, item_id: str, *, is_either: bool, form: ToolFormName) -> None:
         self._item_id = item_id
-        self._reader = ToolCallReader(is_either=is_either)
+        self._reader = ToolCallReader(is_either=is_either, form=form)
         self._text: str | None = None
         self._call: Item | None = None  # the one that has begun and not ended
         self.items: list[Item] = []
@@ -231,11 +238,13 @@ class _ThinkingBuilder:
 
 
 def _builder_of(
-    opened: Response, item_id: str, reasoning: Reasoning
+    opened: Response, item_id: str, reasoning: Reasoning, tool_form: ToolFormName
 ) -> _MessageBuilder | _CallingBuilder | _ThinkingBuilder:
     """An answer in a form, or a call that must come, has no thought before it."""
     use, has_form = tool_use_of(opened), opened["text"]["format"]["type"] != "text"
-    answer = _CallingBuilder(item_id, is_either=has_form) if use.tools else _MessageBuilder(item_id)
+    answer: _CallingBuilder | _MessageBuilder = _MessageBuilder(item_id)
+    if use.tools:
+        answer = _CallingBuilder(item_id, is_either=has_form, form=tool_form)
     if reasoning == "none" or has_form or use.is_forced:
         return answer
     return _ThinkingBuilder(item_id, answer, is_open=reasoning == "open")

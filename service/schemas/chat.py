@@ -94,11 +94,14 @@ class Message(RequestBody):
         return self.content if self.name is None else f"{self.name}: {self.content}"
 
 
-def core_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[ChatMessage]:
-    """As the model reads them: a developer's message is a system message by its older name, calls are part of an
-    answer's text, and results that follow each other are one message. Raises InvalidRequest for a result of no call.
+def core_messages(messages: Sequence[Message], template: ChatTemplate, tools: Sequence[Tool] = ()) -> list[ChatMessage]:
+    """As the model reads them, tools in the template's form: a developer's message is a system message by its older
+    name, calls are part of an answer's text, and results that follow each other are one message.
+
+    Raises InvalidRequest for a result of no call.
     """
     read: list[ChatMessage] = []
+    form = template.tool_form
     called: set[str] = set()
     results: list[str] = []
     for index, message in enumerate(messages):
@@ -111,13 +114,14 @@ def core_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> li
             results.append(message.content)
             continue
         if results:
-            read.append(results_message(results))
+            read.append(results_message(results, form))
             results = []
         calls: tuple[Call, ...] = message.tool_calls or ()
         called.update(call.id for call in calls)
         role = "system" if message.role == "developer" else message.role
-        read.append(ChatMessage(role, answer_text(message.text, [(call.name, call.arguments) for call in calls])))
-    return with_tools([*read, results_message(results)] if results else read, tools)
+        text = answer_text(message.text, [(call.name, call.arguments) for call in calls], form)
+        read.append(ChatMessage(role, text))
+    return with_tools([*read, results_message(results, form)] if results else read, tools, form)
 
 
 class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, StateFields):
@@ -167,7 +171,7 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, St
         check_n(self.n, 1, limits.max_choices)
         self.check_returned(self.n)
         form = self.to_grammar(prefix="" if use.tools else template.answer_prefix)
-        grammar = use.to_grammar(form, template.answer_prefix)
+        grammar = use.to_grammar(form, template)
         # a form says itself where the answer ends; a text beside tools ends as any other
         has_stops = form is None and not use.is_forced
         sampling = self.to_sampling(
@@ -191,7 +195,7 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, St
 
 def render_chat(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     """The text that the assistant's next message continues."""
-    return template.render(core_messages(messages, tools))
+    return template.render(core_messages(messages, template, tools))
 
 
 def _call_of(call: Any) -> Call:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatMessage
 from nsm_core.grammars.tool_calls import answer_text, results_message
+from nsm_core.tool_forms import ToolFormName
 
 Item = dict[str, Any]
 
@@ -56,7 +57,7 @@ def result_item(call_id: str, output: str) -> Item:
     }
 
 
-def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+def messages_of(items: Sequence[Mapping[str, Any]], form: ToolFormName) -> list[ChatMessage]:
     """The items as the model reads them: a developer's message is a system message by its older name, calls that
     follow an answer's text or each other are one answer, and so are results one message. Thoughts are not read again.
     """
@@ -64,9 +65,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     for kind, group in itertools.groupby(items, key=_group_of):
         if kind == "results":
-            messages.append(results_message([item["output"] for item in group]))
+            messages.append(results_message([item["output"] for item in group], form))
         elif kind == "answer":
-            messages += _answers_of(list(group))
+            messages += _answers_of(list(group), form)
         else:
             for item in group:
                 role = "system" if item["role"] == "developer" else item["role"]
@@ -80,7 +81,7 @@ def _group_of(item: Mapping[str, Any]) -> str:
     return "answer" if item["type"] == "function_call" or item["role"] == "assistant" else "message"
 
 
-def _answers_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+def _answers_of(items: Sequence[Mapping[str, Any]], form: ToolFormName) -> list[ChatMessage]:
     """Assistant's messages, each with the calls behind it."""
     answers: list[tuple[str, list[tuple[str, str]]]] = []
     for item in items:
@@ -90,7 +91,7 @@ def _answers_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
             if not answers:
                 answers.append(("", []))
             answers[-1][1].append((item["name"], item["arguments"]))
-    return [ChatMessage("assistant", answer_text(text, calls)) for text, calls in answers]
+    return [ChatMessage("assistant", answer_text(text, calls, form)) for text, calls in answers]
 
 
 def _text_of(item: Mapping[str, Any]) -> str:

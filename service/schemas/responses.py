@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.tool_calls import tools_text
+from nsm_core.tool_forms import ToolFormName
 from service.schemas import ignored_fields
 from service.schemas.chat import DEFAULT_MAX_TOKENS
 from service.schemas.common import (
@@ -233,13 +234,12 @@ class ContextFields(RequestBody):
             nested=False,
         )
 
-    @property
-    def read_instructions(self) -> str | None:
+    def read_instructions(self, form: ToolFormName) -> str | None:
         """What is read in front of the chain: the instructions, and the tools."""
         tools = self.tool_use.tools
         if not tools:
             return self.instructions
-        return "\n\n".join([*([self.instructions] if self.instructions else []), tools_text(tools)])
+        return "\n\n".join([*([self.instructions] if self.instructions else []), tools_text(tools, form)])
 
     def items(self) -> list[Item]:
         """The input, each item under a new id."""
@@ -293,7 +293,7 @@ class CreateResponseBody(SamplingFields, ContextFields):
         """Raises InvalidRequest."""
         use = self.tool_use
         form = read_format(self.text_format, "text.format", "" if use.tools else template.answer_prefix, nested=False)
-        grammar = use.to_grammar(form, template.answer_prefix)
+        grammar = use.to_grammar(form, template)
         # a form says itself where the answer ends; a text beside tools ends as any other
         has_stops = form is None and not use.is_forced
         max_tokens = min(DEFAULT_MAX_TOKENS, limits.max_tokens)

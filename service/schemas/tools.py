@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.tool_calls import Tool, tools_grammar
@@ -38,7 +39,7 @@ class ToolUse:
     has_many: bool = True
     chosen: str | None = None
 
-    def to_grammar(self, form: Grammar | None, prefix: str) -> Grammar | None:
+    def to_grammar(self, form: Grammar | None, template: ChatTemplate) -> Grammar | None:
         """The form of an answer that may call them, or `form` where there are none."""
         if not self.tools:
             return form
@@ -47,8 +48,9 @@ class ToolUse:
             allowed,
             need="required" if self.is_forced else "auto",
             has_many=self.has_many and self.chosen is None,
+            calls=template.tool_form,
             form=form,
-            prefix=prefix,
+            prefix=template.answer_prefix,
         )
 
 

@@ -22,6 +22,7 @@ from tests.support.counts import scaled
 from tests.support.gateway import Gateway, frames_of, gateway
 from tests.support.models import local_backend
 from tests.support.redis_servers import Topology
+from tests.support.rwkv7 import rwkv7_backend
 from tests.support.tenants import make_key, write_keys
 
 BOUNDS = PrefixBounds(max_bytes=2**24, ttl_s=60.0)
@@ -249,3 +250,34 @@ async def test_R6_any_prompts_get_the_answers_that_they_get_without(
             assert got["choices"][0]["text"] == want["choices"][0]["text"]
             assert got["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
             before = [*prompt, *sampled_ids(cached, got)]
+
+
+@pytest.mark.parametrize("template", ["rwkv-think-v1", "rwkv-v1", "rwkv-no-think-v1"])
+async def test_a_chat_that_drops_its_thoughts_goes_on_from_the_message_border(
+    template: str, tiny_tokenizer: Tokenizer
+) -> None:
+    """An answer begins inside a thought, which the client does not send back: nothing before it is read again."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    async with (
+        gateway(rwkv7_backend(tiny_tokenizer), chat_template=template) as cached,
+        gateway(rwkv7_backend(tiny_tokenizer), chat_template=template, prefix_cache_mb=0) as plain,
+    ):
+        before = 0
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"Copy letter number {turn}. " + "It is a long one. " * 20})
+            body = {"messages": messages, "max_tokens": 12, "seed": turn, "stop": ["</think>"]}
+            got, want = await ask_chat(cached, body), await ask_chat(plain, body)
+            assert got["choices"][0]["message"] == want["choices"][0]["message"]
+            assert cached_tokens(want) == 0
+            # the end of the prompt before, less what a thought began with and what the next text changed of it
+            assert cached_tokens(got) >= before - 8
+            assert (cached_tokens(got) > 0) == (turn > 0)
+            before = got["usage"]["prompt_tokens"]
+            messages.append({"role": "assistant", "content": "As you wish."})
+
+
+async def ask_chat(server: Gateway, body: dict[str, Any]) -> dict[str, Any]:
+    response = await server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    await server.services.prefix_resume.drain()
+    return dict(response.json())

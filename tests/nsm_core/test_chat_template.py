@@ -34,6 +34,14 @@ def test_P7_message_by_message_is_the_same_text_as_all_at_once(template: ChatTem
     assert text == template.render([first, answer, second])
 
 
+def test_a_prompt_tells_what_no_later_prompt_has() -> None:
+    assert [get_template(name).opening for name in ("plain-v1", "rwkv-v1", "rwkv-no-think-v1")] == ["", "", ""]
+    assert get_template("rwkv-think-v1").opening == " <think"
+    chatml = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}[/]\n{% endfor %}"
+    assert get_template(chatml + "[assistant]\n").opening == ""
+    assert get_template(chatml + "[assistant]\n<think>").opening == "\n<think>"
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_X24_other_programs_render_the_same_text(template: ChatTemplate) -> None:
     """By the options with which `transformers` renders templates."""

@@ -3,7 +3,8 @@
 Up to three states of a request are stored:
 
 - where its prompt parts from others that this process has seen (a system prompt, examples): see `sightings`;
-- at the end of its prompt: the next message of the same chat continues there;
+- at the end of its prompt: the next message of the same chat continues there. Where a prompt ends with the beginning
+  of a thought, which later prompts do not have, before that;
 - at the end of its answer, if the answer's text, encoded again behind the prompt, gives the ids that were sampled.
   Otherwise no later prompt would have them, and the next one resumes from the end of this prompt.
 
@@ -135,12 +136,20 @@ class PrefixResume:
             await self._writer.drain()
 
     async def start(
-        self, tenant: str, ids: tuple[int, ...], *, max_tokens: int, next_text: NextText | None, is_wanted: bool
+        self,
+        tenant: str,
+        ids: tuple[int, ...],
+        *,
+        max_tokens: int,
+        next_text: NextText | None,
+        is_wanted: bool,
+        num_opening: int = 0,
     ) -> Start:
         """For a prompt that may get `max_tokens` more. Never raises, and never takes much longer than LOOKUP_S.
 
         `next_text`: from the answer's text to the text that the next prompt will begin with; None when clients send
-        ids. `is_wanted`: False when the tenant or the request opted out.
+        ids. `is_wanted`: False when the tenant or the request opted out. `num_opening`: ids at the end that no later
+        prompt has there, so that none has those of the answer behind them either.
         """
         writer = self._writer
         if writer is None or not is_wanted:
@@ -156,7 +165,7 @@ class PrefixResume:
             positions = _positions_to_store(
                 resumed=resume.position if resume else 0,
                 shared=shared,
-                end=len(ids),
+                end=len(ids) - num_opening,
                 min_gap=min_gap,
                 min_known_gap=min_known_gap,
             )
@@ -172,7 +181,7 @@ class PrefixResume:
             else:
                 self._drop(state)
 
-        has_end = len(ids) + max_tokens - last >= min_gap
+        has_end = num_opening == 0 and len(ids) + max_tokens - last >= min_gap
         is_held = isinstance(self._backend, HoldsStates) and self._backend.holds_states
         return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save, is_held=is_held)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nsm_core.chat_template import ChatMessage
+from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.errors import GrammarFailed, InvalidRequest
 from nsm_core.grammars.compiler import GrammarCompiler
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.grammars.tool_calls import Tool, answer_text, call_text, results_message, tools_grammar, with_tools
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
 
 TOOLS = [
     Tool(
@@ -25,7 +26,8 @@ TOOLS = [
     ),
     Tool(name="now", description="", parameters={"type": "object", "properties": {}, "additionalProperties": False}),
 ]
-WEATHER, NOW = call_text("weather", '{"town": "Ur </tool_call>"}'), call_text("now", "{}")
+SHOWN = '{"PARAMETER": "VALUE"}'
+FORMS: tuple[ToolFormName, ...] = ("hermes", "rwkv")
 
 
 @pytest.fixture(scope="module")
@@ -44,37 +46,55 @@ def outcome_of(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar
     return "complete" if matcher.is_complete else "whole" if matcher.may_end else "begun"
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("need", "has_many", "text", "want"),
     [
         ("auto", False, "It is late.\n\nYes", "whole"),
         ("auto", False, "", "whole"),
-        ("auto", False, f"Let me see. {WEATHER}", "complete"),
-        ("auto", False, NOW, "complete"),
-        ("auto", True, f"{NOW}\n{WEATHER}", "whole"),
-        ("auto", True, f"{NOW} and", "refused"),
-        ("auto", False, 'Say <tool_call>{"name": "rain"', "refused"),
+        ("auto", False, "Let me see. WEATHER", "complete"),
+        ("auto", False, "NOW", "complete"),
+        ("auto", True, "NOW\nWEATHER", "whole"),
+        ("auto", True, "NOW and", "refused"),
+        ("auto", False, 'Say OPEN{"name": "rain"', "refused"),
         ("auto", False, 'Say {"name": "rain"}', "whole"),
-        ("required", False, NOW, "complete"),
+        ("required", False, "NOW", "complete"),
         ("required", False, "Let", "refused"),
-        ("required", False, call_text("weather", "{}"), "refused"),
-        ("required", True, f"{NOW}\n{NOW}", "whole"),
-        ("required", True, NOW[:-3], "begun"),
+        ("required", False, "WRONG", "refused"),
+        ("required", True, "NOW\nNOW", "whole"),
+        ("required", True, "BEGUN", "begun"),
     ],
 )
 def test_calls_and_texts_are_held_to_the_tools(
-    compiler: GrammarCompiler, tiny_tokenizer: Tokenizer, need: str, has_many: bool, text: str, want: str
+    compiler: GrammarCompiler,
+    tiny_tokenizer: Tokenizer,
+    form: ToolFormName,
+    need: str,
+    has_many: bool,
+    text: str,
+    want: str,
 ) -> None:
-    grammar = tools_grammar(TOOLS, need=need, has_many=has_many)  # type: ignore[arg-type]
+    now = call_text("now", "{}", form)
+    texts = {
+        "OPEN": TOOL_FORMS[form].open,
+        "WEATHER": call_text("weather", '{"town": "Ur </tool_call>``` "}', form),
+        "WRONG": call_text("weather", "{}", form),
+        "BEGUN": now[:-3],
+        "NOW": now,
+    }
+    for name, written in texts.items():
+        text = text.replace(name, written)
+    grammar = tools_grammar(TOOLS, need=need, has_many=has_many, calls=form)  # type: ignore[arg-type]
     assert outcome_of(compiler, tiny_tokenizer, grammar, text) == want
-    behind = tools_grammar(TOOLS, need=need, has_many=has_many, prefix=" ")  # type: ignore[arg-type]
+    behind = tools_grammar(TOOLS, need=need, has_many=has_many, calls=form, prefix=" ")  # type: ignore[arg-type]
     assert outcome_of(compiler, tiny_tokenizer, behind, " " + text) == want
 
 
 def test_a_form_takes_the_texts_place(compiler: GrammarCompiler, tiny_tokenizer: Tokenizer) -> None:
     form = Grammar(kind="choice", source='["yes", "no"]')
     grammar = tools_grammar(TOOLS, need="auto", has_many=False, form=form)
-    outcomes = [outcome_of(compiler, tiny_tokenizer, grammar, text) for text in ("yes", NOW, "maybe")]
+    texts = ("yes", call_text("now", "{}", "hermes"), "maybe")
+    outcomes = [outcome_of(compiler, tiny_tokenizer, grammar, text) for text in texts]
     assert outcomes == ["complete", "complete", "refused"]
 
 
@@ -86,10 +106,33 @@ def test_the_tool_whose_schema_is_refused_is_named(compiler: GrammarCompiler) ->
 
 
 def test_tools_calls_and_results_stand_in_messages() -> None:
-    messages = with_tools([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")], TOOLS)
+    messages = with_tools([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")], TOOLS, "hermes")
     assert messages[0].content.startswith("Be brief.\n\nThese tools can be called:\n")
     assert "The weather of a town." in messages[0].content
-    assert with_tools([ChatMessage("user", "Hi")], [])[0].role == "user"
-    assert with_tools([ChatMessage("user", "Hi")], TOOLS)[0].role == "system"
-    assert answer_text("Let me see.", [("now", "{}")]) == "Let me see." + NOW
-    assert results_message(["a", "b"]).content == "<tool_response>a</tool_response>\n<tool_response>b</tool_response>"
+    assert messages[0].content.endswith(f"{call_text('NAME', SHOWN, 'hermes')} and its result comes next.")
+    assert with_tools([ChatMessage("user", "Hi")], [], "hermes")[0].role == "user"
+    assert with_tools([ChatMessage("user", "Hi")], TOOLS, "hermes")[0].role == "system"
+    now = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert answer_text("Let me see.", [("now", "{}")], "hermes") == "Let me see." + now
+    two = results_message(["a", "b"], "hermes").content
+    assert two == "<tool_response>a</tool_response>\n<tool_response>b</tool_response>"
+
+
+def test_rwkv_models_read_the_form_that_they_were_trained_on() -> None:
+    tool = Tool(name="now", description="The time.", parameters={"type": "object", "properties": {}})
+    chat = [
+        ChatMessage("user", "How late is it?"),
+        ChatMessage("assistant", answer_text("", [("now", "{}")], "rwkv")),
+        results_message(['{"time": "noon"}'], "rwkv"),
+    ]
+    template = get_template("rwkv-v1")
+    assert template.tool_form == "rwkv"
+    assert template.render(with_tools(chat, [tool], template.tool_form)) == (
+        'System: Tools:\n[{"name": "now", "description": "The time.", '
+        '"parameters": {"type": "object", "properties": {}}}]\n'
+        "Return only a JSON function call.\n\n"
+        "User: How late is it?\n\n"
+        'Assistant: ```json\n{"name": "now", "arguments": {}}\n```\n\n'
+        'User: Function output:\n{"time": "noon"}\n\n'
+        "Assistant:"
+    )

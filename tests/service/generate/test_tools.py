@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from nsm_core.chat_template import get_template
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.tool_forms import TOOL_FORMS
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 from tests.support.models import local_backend
+from tests.support.rwkv7 import rwkv7_backend
 from tests.support.schemas import ANSWER, MAX_TOKENS, POINT, check_json
 
 MESSAGES = [{"role": "user", "content": "Where is it?"}]
@@ -23,10 +26,17 @@ TOOLS = [
 SAID = 'Let me see.<tool_call>{"name": "locate", "arguments": {"x": 1, "y": null}}</tool_call>'
 
 
-@pytest.fixture
-async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(local_backend(tiny_tokenizer)) as server:
-        yield server
+RWKV = "rwkv-v1"  # calls in another form
+
+
+@pytest.fixture(params=["nsm", "rwkv7"])
+async def server(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    if request.param == "nsm":
+        async with gateway(local_backend(tiny_tokenizer)) as server:
+            yield server
+    else:
+        async with gateway(rwkv7_backend(tiny_tokenizer), chat_template=RWKV) as server:
+            yield server
 
 
 async def ask(server: Gateway, **body: Any) -> dict[str, Any]:
@@ -34,6 +44,12 @@ async def ask(server: Gateway, **body: Any) -> dict[str, Any]:
     answer = await server.client.post("/v1/chat/completions", json=fields)
     assert answer.status_code == 200, answer.text
     return dict(answer.json()["choices"][0])
+
+
+def in_form(template: str) -> str:
+    """SAID, as models of the template write it."""
+    marks = TOOL_FORMS[get_template(template).tool_form]
+    return SAID.replace("<tool_call>", marks.open).replace("</tool_call>", marks.close)
 
 
 def assembled(frames: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]], str]:
@@ -87,8 +103,10 @@ async def test_a_stream_of_a_call_has_the_clients_shapes(server: Gateway) -> Non
     assert call["type"] == "function"
 
 
-async def test_a_text_may_come_before_its_calls_and_no_call_has_a_text() -> None:
-    async with gateway(FakeBackend(" " + SAID)) as server:
+@pytest.mark.parametrize("template", ["plain-v1", RWKV])
+async def test_a_text_may_come_before_its_calls_and_no_call_has_a_text(template: str) -> None:
+    said = in_form(template)
+    async with gateway(FakeBackend(" " + said), chat_template=template) as server:
         answer = await ask(server)
         streamed = await server.client.post(
             "/v1/chat/completions", json={"messages": MESSAGES, "tools": TOOLS, "stream": True, "max_tokens": 99}
@@ -98,10 +116,19 @@ async def test_a_text_may_come_before_its_calls_and_no_call_has_a_text() -> None
     assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": None}
     text, (call,), reason = assembled(frames_of(streamed.text))
     assert (text, call["function"]["name"], reason) == ("Let me see.", "locate", "tool_calls")
-    assert plain["message"]["content"] == SAID  # tools that may not be called are not looked for
+    assert plain["message"]["content"] == said  # tools that may not be called are not looked for
 
 
-async def test_results_come_back_as_messages_and_are_read_as_the_log_has_them() -> None:
+@pytest.mark.parametrize(
+    ("template", "first", "result"),
+    [
+        ("plain-v1", "These tools can be called:\n", "<tool_response>found</tool_response>"),
+        (RWKV, "System: Tools:\n[", "Function output:\nfound"),
+    ],
+)
+async def test_results_come_back_as_messages_and_are_read_as_the_log_has_them(
+    template: str, first: str, result: str
+) -> None:
     backend = FakeBackend(" It is there.")
     call = {"id": "call_1", "type": "function", "function": {"name": "locate", "arguments": '{"x": 1, "y": null}'}}
     messages = [
@@ -109,12 +136,12 @@ async def test_results_come_back_as_messages_and_are_read_as_the_log_has_them() 
         {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "found"},
     ]
-    async with gateway(backend) as server:
+    async with gateway(backend, chat_template=template) as server:
         answer = await ask(server, messages=messages, max_tokens=40)
     assert answer["message"]["content"] == "It is there."
     prompt = backend.tokenizer.decode(backend.requests[0].prompt_ids)
-    assert prompt.startswith("These tools can be called:\n")
-    assert prompt.endswith(f"Assistant: {SAID}\n\nUser: <tool_response>found</tool_response>\n\nAssistant:")
+    assert prompt.startswith(first)
+    assert prompt.endswith(f"Assistant: {in_form(template)}\n\nUser: {result}\n\nAssistant:")
 
 
 async def test_a_speakers_name_is_read() -> None:

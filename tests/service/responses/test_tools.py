@@ -120,7 +120,7 @@ def test_an_answer_without_tools_is_one_message_whatever_it_says() -> None:
         "parallel_tool_calls": True,
         "text": {"format": {"type": "text"}},
     }
-    (item,) = output_of(opened, "msg_1", [CALL], status="completed", reasoning="none").items
+    (item,) = output_of(opened, "msg_1", [CALL], status="completed", reasoning="none", tool_form="hermes").items
     assert item["content"][0]["text"] == CALL
 
 
@@ -131,9 +131,11 @@ def test_a_call_that_was_cut_is_incomplete() -> None:
         "parallel_tool_calls": True,
         "text": {"format": {"type": "text"}},
     }
-    message, call = output_of(opened, "msg_1", [f"Oh.{CALL[:-20]}"], status="incomplete", reasoning="none").items
+    message, call = output_of(
+        opened, "msg_1", [f"Oh.{CALL[:-20]}"], status="incomplete", reasoning="none", tool_form="hermes"
+    ).items
     assert (message["status"], call["status"]) == ("completed", "incomplete")
-    (empty,) = output_of(opened, "msg_1", [""], status="completed", reasoning="none").items
+    (empty,) = output_of(opened, "msg_1", [""], status="completed", reasoning="none", tool_form="hermes").items
     assert empty["content"][0]["text"] == ""
 
 
@@ -148,7 +150,7 @@ def test_items_become_messages_with_calls_in_the_answers() -> None:
         call_item("c3", "locate", "{}"),
     ]
     call = '<tool_call>{"name": "locate", "arguments": {}}</tool_call>'
-    assert [(message.role, message.content) for message in messages_of(items)] == [
+    assert [(message.role, message.content) for message in messages_of(items, "hermes")] == [
         ("user", "Hi"),
         ("assistant", f"Let me see.{call}\n{call}"),
         ("user", "<tool_response>a</tool_response>\n<tool_response>b</tool_response>"),

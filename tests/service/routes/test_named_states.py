@@ -186,7 +186,7 @@ async def test_a_sessions_messages_after_a_state_of_messages_are_separated_once(
     for name in ("file", "fork"):
         assert (await post(server, f"/v1/sessions/{name}/generate", **fields)).status_code == 200
     template = server.services.chat_template
-    whole = template.render(core_messages([Message.model_validate(one) for one in (*ENDS[end], MESSAGE)]))
+    whole = template.render(core_messages([Message.model_validate(one) for one in (*ENDS[end], MESSAGE)], template))
     for name in ("named", "file", "fork"):
         text = await text_of(server, name)
         assert text.startswith(whole), text

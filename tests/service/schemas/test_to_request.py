@@ -54,7 +54,7 @@ def test_echo_without_new_tokens_scores_the_prompt_only() -> None:
 def test_chat_prompt_is_rendered_and_has_the_stops_of_its_template() -> None:
     body = ChatBody(messages=[{"role": "user", "content": "Hello"}], seed=1, stop="x", max_completion_tokens=7)  # type: ignore[list-item]
     spec = body.to_request(LIMITS, TEMPLATE)
-    assert spec.prompts == (TEMPLATE.render(core_messages(body.messages)),)
+    assert spec.prompts == (TEMPLATE.render(core_messages(body.messages, TEMPLATE)),)
     assert (spec.sampling.stop, spec.max_tokens, spec.timeout_s) == (("x", *TEMPLATE.stop), 7, 60.0)
 
 
