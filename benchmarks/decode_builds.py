@@ -26,7 +26,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn", "most", "shortest"}
 UNALIGNED = {"num_rows", "width", "num_pieces", "batch", "no_row", "num_tokens"}
 TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
-TYPES |= {"places_ptr": "*i64", "starts_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i64"}
+TYPES |= {"offsets_ptr": "*i64", "starts_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i64"}
 BF16, FP32 = "*bf16", "*fp32"
 SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
 RING = {"H": 8, "GROUP": 4, "HALF": 32}
@@ -120,7 +120,7 @@ def build_rwkv7() -> list[bool]:
     bf16, row = {"x_ptr": BF16, "weight_ptr": BF16}, {"D": 768, "WIDTH": 1024}
     tile = {"FIELDS": products.IS_INNER + 1, "UNIT": products.UNIT, "ROWS": products.ROWS, "DEPTH": products.DEPTH}
     tile |= {"IS_PADDED": True, "PRECISION": "ieee", "LINES": 16, "PER_LINE": 64}
-    forms = {
+    variants = {
         "rwkv7 project": (bf16 | {"bias_ptr": None, "inner_ptr": BF16}, {"ADDED": False}),
         "rwkv7 outer": (bf16 | {"inner_ptr": None}, {"ADDED": False}),
         "rwkv7 added": (bf16 | {"bias_ptr": None, "inner_ptr": None}, {"ADDED": True}),
@@ -128,7 +128,7 @@ def build_rwkv7() -> list[bool]:
     }
     built = [
         build(f"{name} {columns}", products._products, types, tile | own | {"COLS": columns}, num_warps=4, num_stages=n)
-        for name, (types, own) in forms.items()
+        for name, (types, own) in variants.items()
         for columns, n in products.STAGES.items()
     ]
     head = {"H": 12, "K": 64}
@@ -142,15 +142,15 @@ def build_rwkv7() -> list[bool]:
         build("rwkv7 answer", heads._answer, {"out_ptr": BF16}, head | {"TOKENS": heads.TOKENS}, num_warps=1),
         build("rwkv7 begin", tokens._begin, {"embedding_ptr": BF16}, row, num_warps=4),
         build("rwkv7 mix", tokens._mix, {"out_ptr": BF16}, row | {"N": 6}, num_warps=4),
-        build("rwkv7 first mix", tokens._mix, {"out_ptr": BF16, "kept_ptr": None}, row | {"N": 6}, num_warps=4),
+        build("rwkv7 first mix", tokens._mix, {"out_ptr": BF16, "retained_ptr": None}, row | {"N": 6}, num_warps=4),
         build("rwkv7 end", tokens._end, {"out_ptr": BF16}, row, num_warps=4),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    forms = ["project", "out", "up", "logits", "router", "rwkv7"]
-    parser.add_argument("--form", choices=forms, help="only this linear layer, or the kernels of RWKV-7")
+    choices = ["project", "out", "up", "logits", "router", "rwkv7"]
+    parser.add_argument("--form", choices=choices, help="only this linear layer, or the kernels of RWKV-7")
     form = parser.parse_args().form
     if form == "rwkv7":
         sys.exit(0 if all(build_rwkv7()) else 1)

@@ -129,13 +129,13 @@ class TheirsByFla:
         )
         with torch.device("cuda"):
             self._model = RWKV7ForCausalLM(own).bfloat16().eval()
-        places = self._model.state_dict()
+        targets = self._model.state_dict()
         for name, value in tensors.items():
             turned = value.t() if HUGGING_FACE.is_turned(name) else value
-            place = places.pop(HUGGING_FACE.name_of(name))
-            place.copy_(turned.reshape(place.shape))
-        if places:
-            raise ValueError(f"weights without a counterpart: {sorted(places)}")
+            target = targets.pop(HUGGING_FACE.name_of(name))
+            target.copy_(turned.reshape(target.shape))
+        if targets:
+            raise ValueError(f"weights without a counterpart: {sorted(targets)}")
         self._cache: Any = None
 
     def open(self, num_rows: int) -> None:

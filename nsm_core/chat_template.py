@@ -16,7 +16,7 @@ from typing import Literal
 from nsm_core import rwkv_text
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.jinja_template import JinjaTemplate
-from nsm_core.tool_forms import ToolFormName
+from nsm_core.tool_form import ToolFormName
 
 _ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
 Reasoning = Literal["none", "own", "open"]

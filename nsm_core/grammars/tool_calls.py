@@ -1,6 +1,6 @@
 """How tools stand in a chat's text: their list, a model's calls, their results, and the grammar that holds calls to it.
 
-How they stand there is the form of the chat template (`nsm_core/tool_forms.py`).
+How they stand there is the form of the chat template (`nsm_core/tool_form.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nsm_core.chat_template import ChatMessage
 from nsm_core.grammars.grammar import Grammar
-from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
+from nsm_core.tool_form import TOOL_FORM_OF, ToolFormName
 
 NAME_KEY, ARGUMENTS_KEY = '{"name": ', ', "arguments": '
 Need = Literal["auto", "required"]
@@ -36,12 +36,12 @@ def tools_text(tools: Sequence[Tool], form: ToolFormName) -> str:
         )
         for tool in tools
     ]
-    return TOOL_FORMS[form].list_tools(objects)
+    return TOOL_FORM_OF[form].list_tools(objects)
 
 
 def call_text(name: str, arguments: str, form: ToolFormName) -> str:
     """A call as the model writes it; `arguments`: JSON."""
-    marks = TOOL_FORMS[form]
+    marks = TOOL_FORM_OF[form]
     return f"{marks.open}{NAME_KEY}{json.dumps(name, ensure_ascii=False)}{ARGUMENTS_KEY}{arguments}}}{marks.close}"
 
 
@@ -52,7 +52,7 @@ def answer_text(content: str, calls: Sequence[tuple[str, str]], form: ToolFormNa
 
 def results_message(results: Sequence[str], form: ToolFormName) -> ChatMessage:
     """The results of the calls before it, in their order."""
-    marks = TOOL_FORMS[form]
+    marks = TOOL_FORM_OF[form]
     return ChatMessage("user", "\n".join(f"{marks.result_open}{result}{marks.result_close}" for result in results))
 
 
@@ -93,7 +93,7 @@ def tools_lark(
     names: Sequence[str], *, need: Need, has_many: bool, has_form: bool, calls: ToolFormName = "hermes"
 ) -> str:
     """The grammar's rules. The arguments of tool i are the rule @arguments_i, a form is @form."""
-    marks = TOOL_FORMS[calls]
+    marks = TOOL_FORM_OF[calls]
     heads = " | ".join(
         f"{_literal(f'{NAME_KEY}{json.dumps(name, ensure_ascii=False)}{ARGUMENTS_KEY}')} @arguments_{index}"
         for index, name in enumerate(names)

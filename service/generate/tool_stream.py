@@ -7,7 +7,7 @@ import json
 import re
 
 from nsm_core.grammars.tool_calls import ARGUMENTS_KEY, NAME_KEY
-from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
+from nsm_core.tool_form import TOOL_FORM_OF, ToolFormName
 
 _HEAD = re.compile(re.escape(NAME_KEY) + r'("(?:[^"\\]|\\.)*")' + re.escape(ARGUMENTS_KEY))
 
@@ -50,7 +50,7 @@ class ToolCallReader:
         """`form`: of the calls. `is_either`: the answer is a text in a form of its own, whatever marks are in it, or
         calls.
         """
-        marks = TOOL_FORMS[form]
+        marks = TOOL_FORM_OF[form]
         self._open, self._close = marks.open, "}" + marks.close
         self._is_either = is_either
         self._waiting = ""  # text that cannot be told yet

@@ -9,7 +9,7 @@ from typing import Any
 
 from nsm_core.chat_template import Reasoning
 from nsm_core.errors import NotFound
-from nsm_core.tool_forms import ToolFormName
+from nsm_core.tool_form import ToolFormName
 from service.deps import TenantScope
 from service.messages import quoted
 from service.responses.chain import Chain

@@ -9,7 +9,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatMessage
 from nsm_core.grammars.tool_calls import answer_text, results_message
-from nsm_core.tool_forms import ToolFormName
+from nsm_core.tool_form import ToolFormName
 
 Item = dict[str, Any]
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.tool_calls import tools_text
-from nsm_core.tool_forms import ToolFormName
+from nsm_core.tool_form import ToolFormName
 from service.schemas import ignored_fields
 from service.schemas.chat import DEFAULT_MAX_TOKENS
 from service.schemas.common import (

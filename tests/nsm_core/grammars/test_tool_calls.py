@@ -11,7 +11,7 @@ from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.grammars.tool_calls import Tool, answer_text, call_text, results_message, tools_grammar, with_tools
 from nsm_core.tokenizer import Tokenizer
-from nsm_core.tool_forms import TOOL_FORMS, ToolFormName
+from nsm_core.tool_form import TOOL_FORM_OF, ToolFormName
 
 TOOLS = [
     Tool(
@@ -27,7 +27,7 @@ TOOLS = [
     Tool(name="now", description="", parameters={"type": "object", "properties": {}, "additionalProperties": False}),
 ]
 SHOWN = '{"PARAMETER": "VALUE"}'
-FORMS: tuple[ToolFormName, ...] = ("hermes", "rwkv")
+FORMATS: tuple[ToolFormName, ...] = ("hermes", "rwkv")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def outcome_of(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar
     return "complete" if matcher.is_complete else "whole" if matcher.may_end else "begun"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
     ("need", "has_many", "text", "want"),
     [
@@ -76,7 +76,7 @@ def test_calls_and_texts_are_held_to_the_tools(
 ) -> None:
     now = call_text("now", "{}", form)
     texts = {
-        "OPEN": TOOL_FORMS[form].open,
+        "OPEN": TOOL_FORM_OF[form].open,
         "WEATHER": call_text("weather", '{"town": "Ur </tool_call>``` "}', form),
         "WRONG": call_text("weather", "{}", form),
         "BEGUN": now[:-3],

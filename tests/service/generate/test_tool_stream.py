@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nsm_core.grammars.tool_calls import answer_text, call_text
-from nsm_core.tool_forms import ToolFormName
+from nsm_core.tool_form import ToolFormName
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, CallEnded, Piece, TextPiece, ToolCallReader
 from tests.support.counts import scaled
 

@@ -10,7 +10,7 @@ import pytest
 
 from nsm_core.chat_template import get_template
 from nsm_core.tokenizer import Tokenizer
-from nsm_core.tool_forms import TOOL_FORMS
+from nsm_core.tool_form import TOOL_FORM_OF
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 from tests.support.models import local_backend
@@ -48,7 +48,7 @@ async def ask(server: Gateway, **body: Any) -> dict[str, Any]:
 
 def in_form(template: str) -> str:
     """SAID, as models of the template write it."""
-    marks = TOOL_FORMS[get_template(template).tool_form]
+    marks = TOOL_FORM_OF[get_template(template).tool_form]
     return SAID.replace("<tool_call>", marks.open).replace("</tool_call>", marks.close)
 
 

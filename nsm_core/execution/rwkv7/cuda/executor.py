@@ -1,4 +1,4 @@
-"""RWKV-7 on a GPU: steps and prompts by the same kernels, recorded as CUDA graphs, states in place in the pool."""
+"""RWKV-7 on a GPU: steps and prompts by the same kernels, recorded as CUDA graphs, states in offset in the pool."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RowCopy:
 
 
 class Rwkv7CudaExecutor:
-    """Rows advance in place, in the pool (see Executor). A token's bits depend on its own text alone: neither on the
+    """Rows advance in offset, in the pool (see Executor). A token's bits depend on its own text alone: neither on the
     rows beside it nor on how the text was cut.
 
     Steps and prompts share one set of buffers: calls must be on one stream. Without a GPU, `graphs` must be False, and
@@ -124,7 +124,7 @@ class Rwkv7CudaExecutor:
         given[0], given[3] = NO_ROW, NO_ROW
         given[0, :number] = np.repeat([row for row, _ in pieces], lengths)
         given[1, :number] = np.concatenate([np.asarray(ids, np.int64) for _, ids in pieces])
-        given[2, :number] = np.concatenate([_places(length) for length in lengths])
+        given[2, :number] = np.concatenate([_offsets(length) for length in lengths])
         given[3, : len(pieces)] = [row for row, _ in pieces]
         given[4, : len(pieces)] = np.cumsum([0, *lengths[:-1]])
         given[5, : len(pieces)] = lengths
@@ -175,8 +175,8 @@ def cut_texts(lengths: Sequence[int], most_tokens: int = READ_SIZES[-1]) -> list
     return parts
 
 
-def _places(length: int) -> npt.NDArray[np.int64]:
+def _offsets(length: int) -> npt.NDArray[np.int64]:
     """See tokens.py."""
-    places = 2 * np.arange(length, dtype=np.int64)
-    places[-1] += 1
-    return places
+    offsets = 2 * np.arange(length, dtype=np.int64)
+    offsets[-1] += 1
+    return offsets

@@ -11,14 +11,14 @@ from torch import Tensor
 from nsm_core.execution.cuda.kernels.chain import may_chain
 from nsm_core.execution.rwkv7.cuda.kernels.heads import VECTORS, answer, prepare, scan
 from nsm_core.execution.rwkv7.cuda.kernels.products import ROWS, run_products
-from nsm_core.execution.rwkv7.cuda.kernels.tokens import Kept, begin, end, mix
+from nsm_core.execution.rwkv7.cuda.kernels.tokens import Retained, begin, end, mix
 from nsm_core.execution.rwkv7.cuda.weights import MIXTURES, CudaRwkv7Weights, LayerWeights
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import CHANNEL_SHIFT, MATRIX, TIME_SHIFT
 from nsm_core.state.spec import POSITION, State
 
 NO_ROW = -1  # where a batch is padded
-TOKEN_ROWS, IDS, PLACES, PIECE_ROWS, STARTS, COUNTS = range(6)  # what a pass is given, one after the other
+TOKEN_ROWS, IDS, OFFSETS, PIECE_ROWS, STARTS, COUNTS = range(6)  # what a pass is given, one after the other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Buffers:
 
 
 class Pass:
-    """Weights and buffers of a model, and the states that it works on in place. `most_tokens`: of one pass, even."""
+    """Weights and buffers of a model, and the states that it works on in offset. `most_tokens`: of one pass, even."""
 
     def __init__(self, weights: CudaRwkv7Weights, config: Rwkv7Config, states: State, most_tokens: int) -> None:
         self._weights, self._states = weights, states
@@ -57,7 +57,7 @@ class Pass:
     def given(self, num_tokens: int, num_pieces: int) -> Tensor:
         """[6, the larger number] int64, to be written before `run`.
 
-        Of each token the pool's row (NO_ROW for padding), its id and its place (see tokens.py); of each piece of text
+        Of each token the pool's row (NO_ROW for padding), its id and its offset (see tokens.py); of each piece of text
         its row, its first token and its number of tokens.
         """
         return self._given[:, : max(num_tokens, num_pieces)]
@@ -69,10 +69,10 @@ class Pass:
     def run(self, num_tokens: int, num_pieces: int) -> None:
         """Reads what was `given`. No state is touched for padding."""
         on, given = self._buffers.of(num_tokens), self._given
-        rows, places = given[TOKEN_ROWS, :num_tokens], given[PLACES, :num_tokens]
+        rows, offsets = given[TOKEN_ROWS, :num_tokens], given[OFFSETS, :num_tokens]
         begin(
             rows=rows,
-            places=places,
+            offsets=offsets,
             ids=given[IDS, :num_tokens],
             embedding=self._weights.embedding,
             norm=self._weights.first_norm,
@@ -80,35 +80,37 @@ class Pass:
             x=on.x,
         )
         is_chained = self._may_chain and num_tokens <= ROWS  # many tokens fill the device by themselves
-        kept: Kept | None = None
+        retained: Retained | None = None
         for index, layer in enumerate(self._weights.layers):
-            kept = self._layer(index, layer, on, num_pieces, kept, is_chained)
+            retained = self._layer(index, layer, on, num_pieces, retained, is_chained)
         norm = self._weights.last_norm
-        end(rows=rows, places=places, x=on.x, norm=norm, kept=kept, out=on.hidden, is_chained=is_chained)
+        end(rows=rows, offsets=offsets, x=on.x, norm=norm, retained=retained, out=on.hidden, is_chained=is_chained)
 
     def _layer(
-        self, index: int, layer: LayerWeights, on: Buffers, num_pieces: int, kept: Kept | None, is_chained: bool
-    ) -> Kept:
-        """One layer over x. `kept`: what the norm before left to be written into the state; returns its own."""
+        self, index: int, layer: LayerWeights, on: Buffers, num_pieces: int, retained: Retained | None, is_chained: bool
+    ) -> Retained:
+        """One layer over x. `retained`: what the norm before left to be written into the state; returns its own."""
         given, num_tokens = self._given, len(on.x)
-        rows, places = given[TOKEN_ROWS, :num_tokens], given[PLACES, :num_tokens]
+        rows, offsets = given[TOKEN_ROWS, :num_tokens], given[OFFSETS, :num_tokens]
         states = {name: self._states[f"layers.{index}.{name}"] for name in (TIME_SHIFT, CHANNEL_SHIFT, MATRIX)}
-        time, channel = Kept(on.time_normed, states[TIME_SHIFT]), Kept(on.channel_normed, states[CHANNEL_SHIFT])
+        time, channel = Retained(on.time_normed, states[TIME_SHIFT]), Retained(on.channel_normed, states[CHANNEL_SHIFT])
 
         multiply = functools.partial(run_products, is_chained=is_chained)
-        mix_tokens = functools.partial(mix, rows=rows, places=places, x=on.x, is_chained=is_chained)
-        mix_tokens(norm=layer.time_norm, shares=layer.time_shares, kept=kept, into=time, out=on.mixed)
+        mix_tokens = functools.partial(mix, rows=rows, offsets=offsets, x=on.x, is_chained=is_chained)
+        mix_tokens(norm=layer.time_norm, shares=layer.time_shares, retained=retained, into=time, out=on.mixed)
         multiply(layer.project, on.mixed, out=on.projected, inner=on.inner)
         multiply(layer.outer, on.inner, out=on.outer)
         self._move(layer, states[MATRIX], on, num_pieces, is_chained)
         multiply(layer.output, on.gated, out=on.x, is_added=True)
-        mix_tokens(norm=layer.channel_norm, shares=layer.channel_share, kept=time, into=channel, out=on.channel_mixed)
-        multiply(layer.channel_key, on.channel_mixed, inner=on.squares)
+        mix_tokens(
+            norm=layer.channel_norm, shares=layer.channel_share, retained=time, into=channel, out=on.channel_mixed
+        )
+        multiply(layer.channel_key, mixed, inner=on.squares)
         multiply(layer.channel_value, on.squares, out=on.x, is_added=True)
         return channel
 
     def _move(self, layer: LayerWeights, matrix: Tensor, on: Buffers, num_pieces: int, is_chained: bool) -> None:
-        """Between the products of a time mix; the heads' matrices in place."""
+        """Between the products of a time mix; the heads' matrices in offset."""
         at = layer.columns
         prepare(
             layer.heads,

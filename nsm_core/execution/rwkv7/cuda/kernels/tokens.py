@@ -1,9 +1,9 @@
 """What is done for each token by itself: the embedding, norms, and the mixing with the token before it.
 
-`rows` [T]: the pool's row of each token, negative for padding, for which nothing is done. `places` [T]: twice a token's
-place in its piece of text, and one more for the last of the piece. The first token of a piece finds the token before it
-in the state; the last one's is written there, by the kernel after the one that made it: no program of that one reads
-the state any more.
+`rows` [T]: the pool's row of each token, negative for padding, for which nothing is done. `offsets` [T]: twice the
+token's number in its piece of text, from 0, and one more for the last of the piece. The first token of a piece finds
+the token before it in the state. The last one is written there by the kernel after the one that normalised it, when no
+program reads the state any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _normed(x, gain, bias, is_channel, eps, D: tl.constexpr):
 @triton.jit
 def _begin(
     rows_ptr,
-    places_ptr,
+    offsets_ptr,
     ids_ptr,
     embedding_ptr,
     gain_ptr,
@@ -40,13 +40,13 @@ def _begin(
     WIDTH: tl.constexpr,
 ):
     token = tl.program_id(0)
-    row, place = tl.load(rows_ptr + token), tl.load(places_ptr + token)
+    row, offset = tl.load(rows_ptr + token), tl.load(offsets_ptr + token)
     if row < 0:
         return
-    if place % 2 == 1:
+    if offset % 2 == 1:
         position = tl.load(position_ptr + row)
         tl.debug_barrier()  # every thread has read the position before one of them moves it on
-        tl.store(position_ptr + row, position + place // 2 + 1)
+        tl.store(position_ptr + row, position + offset // 2 + 1)
     channels = tl.arange(0, WIDTH)[None, :]
     is_channel = channels < D
     at = embedding_ptr + tl.load(ids_ptr + token) * D + channels
@@ -57,25 +57,25 @@ def _begin(
 
 
 @triton.jit
-def _keep(kept_ptr, kept_shift_ptr, token, row, place, D: tl.constexpr, WIDTH: tl.constexpr):
+def _keep(retained_ptr, retained_shift_ptr, token, row, offset, D: tl.constexpr, WIDTH: tl.constexpr):
     """What the norm before made of a piece's last token goes into the state."""
     channels = tl.arange(0, WIDTH)
-    is_kept = (channels < D) & (place % 2 == 1)
-    kept = tl.load(kept_ptr + token.to(tl.int64) * D + channels, mask=is_kept)
-    tl.store(kept_shift_ptr + row * D + channels, kept, mask=is_kept)
+    is_retained = (channels < D) & (offset % 2 == 1)
+    retained = tl.load(retained_ptr + token.to(tl.int64) * D + channels, mask=is_retained)
+    tl.store(retained_shift_ptr + row * D + channels, retained, mask=is_retained)
 
 
 @triton.jit
 def _mix(
     rows_ptr,
-    places_ptr,
+    offsets_ptr,
     x_ptr,
     gain_ptr,
     bias_ptr,
     shares_ptr,
     shift_ptr,
-    kept_ptr,
-    kept_shift_ptr,
+    retained_ptr,
+    retained_shift_ptr,
     normed_ptr,
     out_ptr,
     eps,
@@ -86,15 +86,15 @@ def _mix(
 ):
     wait_for_previous(CHAINED)
     token = tl.program_id(0)
-    row, place = tl.load(rows_ptr + token), tl.load(places_ptr + token)
+    row, offset = tl.load(rows_ptr + token), tl.load(offsets_ptr + token)
     if row < 0:
         return
-    if kept_ptr is not None:
-        _keep(kept_ptr, kept_shift_ptr, token, row, place, D, WIDTH)
+    if retained_ptr is not None:
+        _keep(retained_ptr, retained_shift_ptr, token, row, offset, D, WIDTH)
     # the token before and this one, normalised by the same instructions: its bits do not depend on where it stands
     which, channels = tl.arange(0, 2)[:, None], tl.arange(0, WIDTH)[None, :]
-    is_channel, is_first = channels < D, place < 2
-    is_there = is_channel & ((which == 1) | (place >= 2))
+    is_channel, is_first = channels < D, offset < 2
+    is_there = is_channel & ((which == 1) | (offset >= 2))
     pair = tl.load(x_ptr + (token - 1 + which).to(tl.int64) * D + channels, mask=is_there, other=0.0)
     gain = tl.load(gain_ptr + channels, mask=is_channel, other=0.0)
     bias = tl.load(bias_ptr + channels, mask=is_channel, other=0.0)
@@ -104,7 +104,7 @@ def _mix(
     flat = tl.arange(0, WIDTH)
     carried = tl.load(shift_ptr + row * D + flat, mask=(flat < D) & is_first, other=0.0)
     before = tl.where(is_first, carried, before)
-    tl.store(normed_ptr + token.to(tl.int64) * D + flat, own, mask=(flat < D) & (place % 2 == 1))
+    tl.store(normed_ptr + token.to(tl.int64) * D + flat, own, mask=(flat < D) & (offset % 2 == 1))
     out_ptr += token.to(tl.int64) * (N * D)
     for index in tl.static_range(N):
         share = tl.load(shares_ptr + index * D + flat, mask=flat < D, other=0.0)
@@ -115,12 +115,12 @@ def _mix(
 @triton.jit
 def _end(
     rows_ptr,
-    places_ptr,
+    offsets_ptr,
     x_ptr,
     gain_ptr,
     bias_ptr,
-    kept_ptr,
-    kept_shift_ptr,
+    retained_ptr,
+    retained_shift_ptr,
     out_ptr,
     eps,
     D: tl.constexpr,
@@ -129,11 +129,11 @@ def _end(
 ):
     wait_for_previous(CHAINED)
     token = tl.program_id(0)
-    row, place = tl.load(rows_ptr + token), tl.load(places_ptr + token)
+    row, offset = tl.load(rows_ptr + token), tl.load(offsets_ptr + token)
     if row < 0:
         return
-    if kept_ptr is not None:
-        _keep(kept_ptr, kept_shift_ptr, token, row, place, D, WIDTH)
+    if retained_ptr is not None:
+        _keep(retained_ptr, retained_shift_ptr, token, row, offset, D, WIDTH)
     channels = tl.arange(0, WIDTH)[None, :]
     is_channel = channels < D
     x = tl.load(x_ptr + token.to(tl.int64) * D + channels, mask=is_channel, other=0.0)
@@ -153,7 +153,7 @@ class Gains:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class Retained:
     """normed [T,D]: what a norm made of the last token of each piece; shift [rows of the pool, D]: where it goes."""
 
     normed: Tensor
@@ -161,12 +161,12 @@ class Kept:
 
 
 def begin(
-    *, rows: Tensor, places: Tensor, ids: Tensor, embedding: Tensor, norm: Gains, position: Tensor, x: Tensor
+    *, rows: Tensor, offsets: Tensor, ids: Tensor, embedding: Tensor, norm: Gains, position: Tensor, x: Tensor
 ) -> None:
     """embedding [V,D] -> x [T,D] fp32, normalised; position [rows of the pool] int64 is moved on."""
     width = embedding.shape[1]
     _begin[(len(rows),)](
-        *(rows, places, ids, embedding, norm.weight, norm.bias, position, x, norm.eps),
+        *(rows, offsets, ids, embedding, norm.weight, norm.bias, position, x, norm.eps),
         D=width,
         WIDTH=triton.next_power_of_2(width),
         num_warps=warps(width),
@@ -176,24 +176,24 @@ def begin(
 def mix(
     *,
     rows: Tensor,
-    places: Tensor,
+    offsets: Tensor,
     x: Tensor,
     norm: Gains,
     shares: Tensor,
-    kept: Kept | None,
-    into: Kept,
+    retained: Retained | None,
+    into: Retained,
     out: Tensor,
     is_chained: bool,
 ) -> None:
     """x [T,D] fp32, shares [N,D] fp32 -> out [T, N D]: the normalised token mixed with the one before it, N times.
 
-    `into`: this norm's own, whose state is read; `kept`: of the norm before, which is written now.
+    `into`: this norm's own, whose state is read; `retained`: of the norm before, which is written now.
     """
     width = x.shape[1]
     _mix[(len(rows),)](
-        *(rows, places, x, norm.weight, norm.bias, shares, into.shift),
-        None if kept is None else kept.normed,
-        None if kept is None else kept.shift,
+        *(rows, offsets, x, norm.weight, norm.bias, shares, into.shift),
+        None if retained is None else retained.normed,
+        None if retained is None else retained.shift,
         *(into.normed, out, norm.eps),
         N=len(shares),
         D=width,
@@ -204,14 +204,14 @@ def mix(
 
 
 def end(
-    *, rows: Tensor, places: Tensor, x: Tensor, norm: Gains, kept: Kept | None, out: Tensor, is_chained: bool
+    *, rows: Tensor, offsets: Tensor, x: Tensor, norm: Gains, retained: Retained | None, out: Tensor, is_chained: bool
 ) -> None:
     """x [T,D] fp32 -> out [T,D], normalised."""
     width = x.shape[1]
     _end[(len(rows),)](
-        *(rows, places, x, norm.weight, norm.bias),
-        None if kept is None else kept.normed,
-        None if kept is None else kept.shift,
+        *(rows, offsets, x, norm.weight, norm.bias),
+        None if retained is None else retained.normed,
+        None if retained is None else retained.shift,
         *(out, norm.eps),
         D=width,
         WIDTH=triton.next_power_of_2(width),

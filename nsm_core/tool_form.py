@@ -33,7 +33,7 @@ class ToolForm:
 
 
 _HERMES_CALL = '<tool_call>{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}</tool_call>'
-TOOL_FORMS: Mapping[ToolFormName, ToolForm] = {
+TOOL_FORM_OF: Mapping[ToolFormName, ToolForm] = {
     "hermes": ToolForm(
         open="<tool_call>",
         close="</tool_call>",
