@@ -15,7 +15,6 @@ from typing import Literal
 
 from nsm_core import rwkv_text
 from nsm_core.errors import CheckpointError, InvalidRequest
-from nsm_core.jinja_template import JinjaTemplate
 from nsm_core.tool_form import ToolFormName
 
 _ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
@@ -156,6 +155,8 @@ def read_template(given: str) -> str:
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> ChatTemplate:
     """Tries the template on small chats: a session reads what each turn adds, so that must not depend on the rest."""
+    from nsm_core.jinja_template import JinjaTemplate  # models of this project need no Jinja
+
     compiled = JinjaTemplate(source)
 
     def render(messages: Sequence[ChatMessage]) -> str:

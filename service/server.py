@@ -23,8 +23,9 @@ from nsm_core.control_group import max_memory_bytes, usable_threads
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, DeviceUnusable, NsmError
 from nsm_core.execution.names import AUTO_DEVICE
-from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
+from nsm_core.heap import freeze_objects, limit_arenas
 from nsm_core.tokenizer import encode_on_one_thread
+from nsm_core.torch_import import import_torch
 from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
@@ -80,7 +81,6 @@ def limit_threads_and_memory() -> None:
     """Of this process, once; its children inherit what concerns threads."""
     encode_on_one_thread()
     limit_arenas(NUM_ARENAS)
-    pause_collection()
 
 
 def run_gateway(
@@ -196,6 +196,7 @@ def make_backend(settings: Settings) -> InferenceBackend:
 
 def make_local_backend(settings: Settings) -> LocalBackend:
     """The model in this process. Raises CheckpointError or ConfigError."""
+    import_torch()
     from nsm_core.engine.step_stats import meter_of
     from nsm_core.execution.devices import engine_config
     from service.backends.local import LocalBackend
@@ -228,8 +229,7 @@ def with_model(
 
     Raises CheckpointError, DeviceUnusable, and what `make` raises.
     """
-    import torch  # a gateway whose models run elsewhere needs none
-
+    torch = import_torch()  # a gateway whose models run elsewhere needs none
     from nsm_core.architectures import load_model, open_model
     from nsm_core.execution.devices import on_device
 

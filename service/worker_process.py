@@ -20,7 +20,7 @@ import uvicorn
 
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
-from nsm_core.heap import freeze_objects
+from nsm_core.heap import freeze_objects, pause_collection
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import EngineIndex, ProcessBackend
 from service.backends.process.devices import DevicesBackend
@@ -38,6 +38,7 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     settings = Settings(**given["settings"])
     configure_logging(settings.log_level, settings.log_format)
+    pause_collection()
     limit_threads_and_memory()
     reporter = StartReporter(given["report_fd"])
     try:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
+from nsm_core.heap import pause_collection
 from service.settings import Settings, load_settings, shown_default
 
 
@@ -17,6 +18,7 @@ def serve(ctx: typer.Context, **options: Any) -> None:
 
     Every option is also a variable, --max-slots is NSM_MAX_SLOTS; the option wins. Times are in seconds.
     """
+    pause_collection()  # most of a start is imports
     settings = load_settings(**with_further_models(options))
     from service.server import run  # imports the engine, so it comes after bad settings were refused
 
