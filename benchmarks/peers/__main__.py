@@ -1,8 +1,8 @@
 """The engine and the gateway beside what a user would pick instead, in one run: `python -m benchmarks.peers`.
 
 llama.cpp with random Llama, RWKV-7 and Mamba-2 of the size of pulse-books (Q8_0, of the Llama Q4_0 and Q4_K_M too;
-`benchmarks.peers.build_llama` builds it), against pulse-books on its native kernels in int8 and int4; one thread
-each, by turns, per CPU second. A table with ratios and goals, then one line of JSON.
+`benchmarks.peers.build_llama` builds it), against pulse-books on its native kernels in int8 and int4; by turns, per CPU
+second, engines with one thread each. A table with ratios and goals, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.measured_model import MEASURED_MODEL
-from benchmarks.peers import figures, sessions, streams
+from benchmarks.peers import figures, sessions, streams, turns
 from benchmarks.peers.build_llama import DIRECTORY, VERSION, LlamaBuild
 from benchmarks.peers.ceilings import measure_ceilings
 from benchmarks.peers.engine import Ours, bundled_kernels, rwkv7_kernels
-from benchmarks.peers.figures import KERNELS, KERNELS_INT4, LLAMA_CPP, OURS, OURS_INT4, Taken, add
+from benchmarks.peers.figures import KERNELS, KERNELS_INT4, LLAMA_CPP, OURS, OURS_INT4, OURS_INT4_HALF, Taken, add
 from benchmarks.peers.llama import Llama
 from benchmarks.peers.report import report
 from nsm_core.errors import NsmError
@@ -30,7 +30,9 @@ from nsm_core.execution.native.precision import Precision
 from nsm_lab.bench.machine import machine
 from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
-PARTS = ("ceilings", "engines", "context", "streams", "sessions")
+PARTS = ("ceilings", "engines", "context", "streams", "turns", "sessions")
+ENGINE_PARTS = {"ceilings", "engines", "context"}
+OWN_PARTS = {"turns"}  # without llama.cpp
 CEILING_REPEATS = 9
 
 
@@ -43,10 +45,11 @@ def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken,
     taken: Taken = {}
     most = max(args.batches)
     ours = Ours(OURS, "auto", args.model, max_batch=most)
-    llamas = [Llama(build, name) for name in LLAMA_CPP]
+    llamas = [Llama(build, name) for name in args.peers]
     owns = (
         ours,
         Ours(OURS_INT4, "native-int4", args.model, max_batch=most),
+        Ours(OURS_INT4_HALF, "native-int4-fp16-states", args.model, max_batch=most),
         bundled_kernels(KERNELS, Precision.INT8, args.model, max_batch=most),
         bundled_kernels(KERNELS_INT4, Precision.INT4, args.model, max_batch=most),
         rwkv7_kernels(build.model("rwkv7"), max_batch=most),
@@ -73,11 +76,18 @@ def measure_servers(build: LlamaBuild, args: argparse.Namespace) -> Taken:
         with tempfile.TemporaryDirectory() as directory:
             work = {
                 "clients": args.clients,
+                "peers": args.peers,
+                "num_words": args.stream_words,
                 "num_tokens": args.stream_tokens,
+                "threads": args.threads,
                 "rounds": args.rounds,
                 "progress": progress,
             }
             merge(taken, asyncio.run(streams.measure_streams(build, Path(directory), args.model, **work)))
+    if "turns" in args.parts:
+        with tempfile.TemporaryDirectory() as directory:
+            work = {"threads": args.threads, "rounds": args.rounds, "progress": progress}
+            merge(taken, asyncio.run(turns.measure_turns(Path(directory), args.model, **work)))
     if "sessions" in args.parts:
         sizes = {"length": args.session, "repeats": args.resumed}
         with tempfile.TemporaryDirectory() as directory:
@@ -110,6 +120,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="tokens before decoding against Llama")
     parser.add_argument("--long-rounds", type=int, default=1, help="of decoding after such a text")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--peers", nargs="+", choices=LLAMA_CPP, default=LLAMA_CPP, help="of engines and streams")
+    parser.add_argument("--threads", type=int, default=1, help="of each server's model, for streams and turns")
+    parser.add_argument("--stream-words", type=int, default=16, help="of each client's prompt")
     parser.add_argument("--stream-tokens", type=int, default=48, help="that each client asks for")
     parser.add_argument(
         "--session", type=int, default=32_768, help="tokens of the session that goes on after a restart"
@@ -123,11 +136,14 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     build, started = LlamaBuild(args.directory.absolute()), time.monotonic()
-    if missing := build.missing():
+    if (missing := build.missing()) and not set(args.parts) <= OWN_PARTS:
         sys.exit(f"{missing[0]} is missing: run python -m benchmarks.peers.build_llama")
     torch.set_num_threads(1)
     where, created = machine(), utc_now()
-    taken, about = measure_engines(build, args)
+    taken: Taken = {}
+    about: dict[str, str] = {"model": str(args.model)}
+    if set(args.parts) & ENGINE_PARTS:
+        taken, about = measure_engines(build, args)
     merge(taken, measure_servers(build, args))
     wanted = figures.goals(
         batches=args.batches, lengths=args.lengths, context=args.context, clients=args.clients, session=args.session
@@ -139,6 +155,7 @@ def main() -> None:
         "created": created,
         "took_s": round(time.monotonic() - started),
         "machine": where,
+        "threads": args.threads,
         "versions": {**versions(), "llama-cpp-python": VERSION},
         "subject": about,
         "taken": taken,

@@ -12,12 +12,13 @@ from benchmarks.peers.figures import (
     LLAMA_CPP,
     OURS,
     OURS_INT4,
+    OURS_INT4_HALF,
     RWKV7_KERNELS,
     Taken,
     Verdict,
 )
 
-SUBJECTS = (OURS, OURS_INT4, KERNELS, KERNELS_INT4, RWKV7_KERNELS, *LLAMA_CPP)
+SUBJECTS = (OURS, OURS_INT4, OURS_INT4_HALF, KERNELS, KERNELS_INT4, RWKV7_KERNELS, *LLAMA_CPP)
 
 
 def report(result: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:
@@ -28,13 +29,18 @@ def report(result: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:
             f"$ {result['command']}",
             f"{where['cpu']}, {where['num_cpus']} CPUs, load {where['load']:.1f} before; commit {result['commit']}, "
             f"{result['created']}, {result['took_s']} s",
-            "one thread each; medians of the rounds; the peers' weights are random, of the same size",
+            f"{threads_line(result)}; medians of the rounds; the peers' weights are random, of the same size",
             "",
             *figure_lines(result["taken"]),
             "",
             *goal_lines(verdicts),
         ]
     )
+
+
+def threads_line(result: Mapping[str, Any]) -> str:
+    threads = result["threads"]
+    return "one thread each" if threads == 1 else f"servers with {threads} threads each, engines with one"
 
 
 def figure_lines(taken: Taken) -> list[str]:

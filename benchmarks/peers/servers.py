@@ -1,4 +1,4 @@
-"""Servers in processes of their own, each with one thread for its model: `nsm serve` and `llama-server`."""
+"""Servers in processes of their own: `nsm serve` and `llama-server`, with as many threads for their models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.peers.build_llama import LlamaBuild
 from nsm_core.errors import NsmError
+from nsm_core.execution.names import ExecutorName
 from nsm_lab.bench.builds import RUN
 from nsm_lab.bench.http_client import Endpoint
 from nsm_lab.bench.machine import ProcessUse
@@ -21,7 +22,6 @@ from nsm_lab.bench.machine import ProcessUse
 START_S, STOP_S = 120.0, 30.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
-CONTEXT_OF_STREAM = 256  # tokens that each of llama-server's slots holds, for short streams
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # HTTP_PROXY is for other machines
 
@@ -60,13 +60,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def nsm_server(directory: Path, model: Path, *, slots: int) -> Iterator[Server]:
+def nsm_server(
+    directory: Path, model: Path, *, slots: int, threads: int = 1, executor: ExecutorName = "auto"
+) -> Iterator[Server]:
     """Our gateway with an engine; its sessions lie under `directory`."""
-    port = free_port()
-    command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", "1"]
-    command += ["--max-slots", str(slots), "--data-dir", str(directory / "nsm")]
+    port, own = free_port(), f"nsm-{executor}"
+    command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", str(threads)]
+    command += ["--max-slots", str(slots), "--data-dir", str(directory / own), "--executor", executor]
     command += ["--model", str(model), "--speculation", "off"]  # llama-server drafts nothing either
-    server = Server(command, port=port, log=directory / "nsm.log")
+    server = Server(command, port=port, log=directory / f"{own}.log")
     try:
         yield server
     finally:
@@ -74,11 +76,13 @@ def nsm_server(directory: Path, model: Path, *, slots: int) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def llama_server(build: LlamaBuild, name: str, directory: Path, *, slots: int, context: int) -> Iterator[Server]:
+def llama_server(
+    build: LlamaBuild, name: str, directory: Path, *, slots: int, context: int, threads: int = 1
+) -> Iterator[Server]:
     """`context`: tokens that each of its `slots` holds; its slots' files lie in `directory`."""
     port = free_port()
     command = [str(build.program("llama-server")), "-m", str(build.model(name)), "--host", HOST, "--port", str(port)]
-    command += ["-t", "1", "-tb", "1", "-np", str(slots), "-c", str(slots * context)]
+    command += ["-t", str(threads), "-tb", str(threads), "-np", str(slots), "-c", str(slots * context)]
     command += ["--slot-save-path", str(directory)]
     server = Server(command, port=port, log=directory / f"llama-server-{name}.log")
     try:

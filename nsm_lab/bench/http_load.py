@@ -43,8 +43,8 @@ WORDS = (
 class HttpWork:
     """The work of each repeat.
 
-    `concurrencies`: clients that stream together; `num_tokens`: that each asks for; `lengths`: words of prompts and
-    conversations. `model`: None to leave the choice to the server.
+    `concurrencies`: clients that stream together; `num_tokens`: that each asks for; `num_words`: of its prompt;
+    `lengths`: words of prompts and conversations. `model`: None to leave the choice to the server.
     """
 
     concurrencies: tuple[int, ...]
@@ -52,6 +52,7 @@ class HttpWork:
     lengths: tuple[int, ...]
     repeats: int
     model: str | None = None
+    num_words: int = 16
 
 
 class HttpLoad:
@@ -78,7 +79,7 @@ class HttpLoad:
         figures: dict[str, float] = {}
         for number in self._work.concurrencies:
             cpu_s = self._cpu_s()
-            times = await asyncio.gather(*(self._complete(self._text(16)) for _ in range(number)))
+            times = await asyncio.gather(*(self._complete(self._text(self._work.num_words)) for _ in range(number)))
             spent = None if cpu_s is None else (self._cpu_s() or 0.0) - cpu_s
             figures |= load_figures(f"stream.{number}", times, cpu_s=spent)
         for length in self._work.lengths:
