@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.peers.figures import LLAMA_CPP, OURS, RWKV7_KERNELS, Goal, add, goals, goodness, judge, paired
+from benchmarks.peers.figures import (
+    LLAMA_CPP,
+    OURS,
+    OURS_INT4,
+    OURS_INT4_HALF,
+    RWKV7_KERNELS,
+    Goal,
+    add,
+    goals,
+    goodness,
+    judge,
+    paired,
+)
 from benchmarks.peers.report import report
 from benchmarks.peers.streams import in_turn
 
@@ -55,6 +67,22 @@ def test_rwkv7_is_held_against_the_same_architecture() -> None:
     assert (prefill.against, prefill.reached, prefill.text) == ("rwkv7", 1.5, "missed by 25 %")
 
 
+def test_streams_of_classes_with_4_bits_are_held_against_the_best_of_all_files() -> None:
+    wanted = goals(batches=[], lengths=[], context=9, clients=[1, 8], session=9)
+    name = "stream.8.tokens_per_cpu_s"
+    found = {
+        OURS: {name: [5000.0], "turns.16.session_cpu_ms": [18.0], "turns.16.stateless_cpu_ms": [12.0]},
+        OURS_INT4: {name: [3300.0]},
+        OURS_INT4_HALF: {name: [3200.0]},
+        "llama": {name: [500.0]},
+        "llama-q4_0": {name: [1000.0]},
+    }
+    turn, whole, half = sorted(judge(found, wanted), key=lambda verdict: verdict.goal.text)
+    assert (turn.reached, turn.text) == (12 / 18, "missed by 20 %")
+    assert (whole.against, whole.goal.subject, whole.text) == ("llama-q4_0", OURS_INT4, "met")
+    assert (half.goal.subject, half.is_met) == (OURS_INT4_HALF, False)
+
+
 def test_a_share_stands_by_itself() -> None:
     (verdict,) = judge({OURS: {"ceiling.1.share": [0.5, 0.54, 0.7]}}, [SHARE])
     assert (verdict.reached, verdict.against, verdict.text) == (0.54, None, "missed by 10 %")
@@ -98,10 +126,12 @@ def test_the_report_shows_figures_and_verdicts() -> None:
         "commit": "abc",
         "created": "now",
         "took_s": 3,
+        "threads": 2,
         "taken": taken(),
     }
     lines = report(result, judge(taken(), [DECODE])).splitlines()
     assert lines[0] == "$ python -m benchmarks.peers"
+    assert "servers with 2 threads each, engines with one" in lines[2]
     (figures,) = (line.split() for line in lines if line.startswith("decode.8"))
     assert figures == ["decode.8.tokens_per_cpu_s", "1,000", "450", "600"]
     assert lines[-1].split() == ["decoding", "mamba2", "2", "1.67", "1.5", "-", "2", "missed", "by", "17", "%"]
