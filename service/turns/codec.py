@@ -1,7 +1,7 @@
 """A turn as bytes, for the store: the request, so that any replica can run it again; its tokens; the result.
 
-JSON: a record may be read by another replica. A turn writes it twice, so what has its default is left out, and ids
-without log-probabilities are packed.
+JSON: a record may be read by another replica. It is packed: each turn writes some, and they look alike. What has its
+default is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import struct
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,21 @@ from service.stores.sessions.key import SessionKey
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "replayed_tokens", "completion_tokens")
 _PLAIN = SamplingParams()
+MAX_PACKED_BYTES = 64 * 1024  # larger ones stay as they are: packing them would hold up the event loop
+PACK_LEVEL = 6
+PACKED = b"x"  # the first byte of what zlib makes; JSON never begins so
+# What records have in common. Part of the format: records of before could not be read with another one.
+_USUAL = (
+    b'"logit_bias":{"presence_penalty":"frequency_penalty":"repetition_penalty":"min_p":"top_k":"top_p":"stop":["'
+    b'"stop_token_ids":["grammar":{"logprobs":"choice_index":"min_tokens":"has_own_seed":true,"is_verbatim":true,'
+    b'"error":{"kind":"NsmError","message":"energy":[{"rebuilt":"missing","other_numerics":"session_joules":'
+    b'{"model_fingerprint":"0123456789abcdef","input_ids":[1,2,3],"is_verbatim":false,"sampling":{"max_tokens":64,'
+    b'"temperature":0.8,"seed":1234567890,"ignore_eos":true},"has_own_seed":false,"deadline_at":null,"render_options":'
+    b'{"created":1,"model":"pulse-books-keyed","system_fingerprint":"fp_0123456789ab_cpu/int8/native-1",'
+    b'"has_logprobs":false,"has_usage_chunk":false,"has_energy":false,"has_routing":false}},"tokens":"2","reason":'
+    b'"stop","length","prompt_tokens":10,"cached_tokens":10,"replayed_tokens":10,"completion_tokens":64,'
+    b'"commit_point":{"version":1,"position":10,"num_log_tokens":10}}'
+)
 _KINDS = {2: "H", 4: "I"}  # of packed ids, by their bytes
 
 
@@ -93,7 +109,7 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
 def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRequest, str]:
     """The request as it arrives now, and the fingerprint of the model that ran it. Raises SnapshotCorrupt."""
     with decoding("the stored request of a turn"):
-        fields = json.loads(raw)
+        fields = _load(raw)
         now, deadline_at = time.monotonic(), fields["deadline_at"]
         request = TurnRequest(
             request_id=turn_id,
@@ -116,7 +132,7 @@ def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
 
 def decode_tokens(raw: bytes) -> list[StoredToken]:
     with decoding("the record of a running turn"):
-        return _tokens_of(json.loads(raw))
+        return _tokens_of(_load(raw))
 
 
 def encode_result(result: TurnResult) -> bytes:
@@ -142,7 +158,7 @@ def encode_result(result: TurnResult) -> bytes:
 
 def decode_result(raw: bytes) -> TurnResult:
     with decoding("the stored result of a turn"):
-        fields = json.loads(raw)
+        fields = _load(raw)
         counts = {name: fields.get(name, 0) for name in _COUNTS}
         energy = tuple(EnergyUse(**use) for use in fields.get("energy", ()))
         point, error = fields.get("commit_point"), fields.get("error")
@@ -160,7 +176,22 @@ def decode_result(raw: bytes) -> TurnResult:
 
 
 def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    raw = json.dumps(value, separators=(",", ":")).encode()
+    if len(raw) > MAX_PACKED_BYTES:
+        return raw
+    packer = zlib.compressobj(PACK_LEVEL, zdict=_USUAL)
+    return packer.compress(raw) + packer.flush()
+
+
+def _load(raw: bytes) -> Any:
+    """Raises ValueError, or zlib.error."""
+    if raw[:1] != PACKED:
+        return json.loads(raw)
+    unpacker = zlib.decompressobj(zdict=_USUAL)
+    found = unpacker.decompress(raw, MAX_PACKED_BYTES)
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("it is cut, or goes on after its end")
+    return json.loads(found)
 
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:

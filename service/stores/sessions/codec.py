@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import struct
+import zlib
 from collections.abc import Iterator
 from types import MappingProxyType
 
@@ -73,7 +74,7 @@ def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> It
     """Around the decoding of stored bytes: bytes that nobody wrote so are damage, and no fault of the code."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, struct.error) as cause:
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error, zlib.error) as cause:
         raise error(f"{what} is damaged") from cause
 
 

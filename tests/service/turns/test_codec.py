@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from nsm_core import errors
 from nsm_core.engine.request import Finished, FinishReason, TokenLogprob
-from nsm_core.errors import NsmError
+from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.sampling.params import SamplingParams
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
@@ -116,3 +118,30 @@ def test_a_digest_depends_on_every_value_and_on_no_order() -> None:
     digest = digest_of({"a": 1, "b": [1, 2]})
     assert digest == digest_of({"b": [1, 2], "a": 1})
     assert len({digest, digest_of({"a": 1, "b": [2, 1]}), digest_of({"a": "1", "b": [1, 2]}), digest_of({"a": 1})}) == 4
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_damage(raw: bytes) -> None:
+    for decode in (decode_result, decode_tokens):
+        with pytest.raises(SnapshotCorrupt):
+            decode(raw)
+
+
+@pytest.mark.parametrize("change", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: raw[1:]])
+def test_a_record_that_was_cut_is_damage(change: Callable[[bytes], bytes]) -> None:
+    result = TurnResult(sampling=SAMPLING, render_options={}, tokens=(), finished=FINISHED)
+    with pytest.raises(SnapshotCorrupt):
+        decode_result(change(encode_result(result)))
+
+
+def test_a_usual_turn_is_a_few_hundred_bytes_and_a_long_one_is_not_packed() -> None:
+    sampling = SamplingParams(max_tokens=64, seed=2**63)
+    few = [StoredToken(token_id) for token_id in range(1000, 1064)]
+    options = {"created": 1795972510, "model": "pulse-books-keyed", "has_logprobs": False, "has_energy": False}
+    result = TurnResult(sampling=sampling, render_options=options, tokens=few, finished=FINISHED)
+    assert len(encode_result(result)) < 300
+    many = [StoredToken(token_id) for token_id in range(60_000)]
+    raw = encode_result(dataclasses.replace(result, tokens=many))
+    assert raw.startswith(b"{")
+    assert decode_result(raw).tokens == many
+    assert decode_tokens(encode_tokens(many)) == many
