@@ -105,7 +105,7 @@ class Pass:
         mix_tokens(
             norm=layer.channel_norm, shares=layer.channel_share, retained=time, into=channel, out=on.channel_mixed
         )
-        multiply(layer.channel_key, mixed, inner=on.squares)
+        multiply(layer.channel_key, on.channel_mixed, inner=on.squares)
         multiply(layer.channel_value, on.squares, out=on.x, is_added=True)
         return channel
 
