@@ -299,7 +299,7 @@ def make_end_state(
     new_ids = (*sequence.request.prompt_ids, *visible_ids)
     return EndState(
         state=b"" if held is not None else runner.pack(slot, is_complete=not unread and earlier is None),
-        held=None if held is None else held.hold(runner.copy(slot)),
+        held=None if held is None else held.hold(slot),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

@@ -13,7 +13,7 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.active_requests import ActiveRequests
 from nsm_core.engine.apply import Events as Events
 from nsm_core.engine.apply import ResultApplier
-from nsm_core.engine.held_states import HeldStates
+from nsm_core.engine.held_states import HeldStart, HeldStates
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import FinishReason, GenerationRequest
 from nsm_core.engine.request_check import RequestCheck
@@ -36,7 +36,6 @@ from nsm_core.grammars.compiler import GrammarCompiler
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.model.observer import ModelObserver
-from nsm_core.state.spec import State
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 
@@ -93,9 +92,7 @@ class Engine:
         self.may_overlap = overlap is not None  # only then are there plain tokens for `take_tokens`
         self._token_rows = TokenRows(config.max_slots, tokenizer.vocab_size)
         self._runner = Runner(made, self._token_rows)
-        self.held = HeldStates(
-            model.state_spec, next(iter(made.initial.values())).device, max_bytes=config.held_state_bytes
-        )
+        self.held = HeldStates(made.pool, max_bytes=config.held_state_bytes)
         self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
@@ -164,12 +161,12 @@ class Engine:
         sequence = RunningSequence(
             request, self._tokenizer, self._clock() if arrival is None else arrival, matcher, tag
         )
-        sequence.shared_start = self._held_start(request)
+        sequence.held_start = self._held_start(request)
         self._shared.queue(sequence)
         self._active.add(sequence)
         self._rest.used()
 
-    def _held_start(self, request: GenerationRequest) -> State | None:
+    def _held_start(self, request: GenerationRequest) -> HeldStart | None:
         """Raises EngineDead if the state is not here: of an engine that has ended, or it had to go."""
         if request.resume is None or request.resume.held is None:
             return None

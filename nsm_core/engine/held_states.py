@@ -7,51 +7,85 @@ copied to the host, or crosses a process. Whoever left a state may give it a nam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 
 from nsm_core.engine.request import NamedState
-from nsm_core.state.spec import State, StateSpec
+from nsm_core.state.pool import StatePool
+from nsm_core.state.row_copies import StateRows
+from nsm_core.state.spec import State
 
 DEVICE_SHARE = 0.25  # of the memory that is free on a GPU when the engine starts
+GPU_BLOCK = 64  # rows of one allocation
 NUMBER_BITS = 40  # of the random start: numbers of an engine that has ended mean nothing to the next one
 
 
 @dataclasses.dataclass(slots=True)
-class _Entry:
-    """`state` [1, *shape]; `written`: on a GPU, when it has its content."""
+class _Row:
+    """A row of a block of rows like the pool's."""
 
-    state: State
-    is_on_device: bool
+    block: StateRows
+    index: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """In `row`, or beside a GPU in `on_host`, pinned. `written`: on a GPU, when it has its content. `num_users`:
+    those who still need the row; it is free again when none is left and it is dropped.
+    """
+
+    row: _Row | None
+    on_host: State | None = None
     written: torch.cuda.Event | None = None
     names: set[str] = dataclasses.field(default_factory=set)
+    num_users: int = 0
+    is_dropped: bool = False
+
+
+class HeldStart:
+    """A held state that a request will start from. It stays where it is until this object is gone."""
+
+    def __init__(self, copy_to: Callable[[int], None], release: Callable[[], None]) -> None:
+        """`copy_to`: makes the state the content of a row of the pool."""
+        self.copy_to, self._release = copy_to, release
+
+    def __del__(self) -> None:
+        self._release()
 
 
 class HeldStates:
     """Of one engine. The least recently used go when they take more than `max_bytes`, also those with a name.
 
-    `hold` and `take` belong to the engine's thread, everything else to any.
+    `hold` and `HeldStart.copy_to` belong to the engine's thread, everything else to any.
     """
 
-    def __init__(self, spec: StateSpec, device: torch.device, *, max_bytes: int, max_device_bytes: int | None = None):
-        """`max_device_bytes`: what may lie on a GPU; None: DEVICE_SHARE of what is free."""
-        self._spec, self._device = spec, device
-        self._is_gpu = device.type == "cuda"
-        self._max_states = max(1, max_bytes // spec.num_bytes)
+    def __init__(self, pool: StatePool, *, max_bytes: int, max_device_bytes: int | None = None) -> None:
+        """`pool`: of the running sequences. `max_device_bytes`: what may lie on a GPU beside it; None: DEVICE_SHARE of
+        what is free.
+        """
+        self._pool = pool
+        self._device = next(iter(pool.tensors.values())).device
+        self._is_gpu = self._device.type == "cuda"
+        self._block_rows = GPU_BLOCK if self._is_gpu else 1
+        size = pool.spec.num_bytes
+        self._max_states = max(1, max_bytes // size)
         if max_device_bytes is None:
-            max_device_bytes = int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE) if self._is_gpu else 0
-        self._max_on_device = max(1, max_device_bytes // spec.num_bytes)
-        self._lock = threading.Lock()
+            max_device_bytes = int(torch.cuda.mem_get_info(self._device)[0] * DEVICE_SHARE) if self._is_gpu else 0
+        self._max_on_device = max(1, max_device_bytes // size)
+        self._lock = threading.RLock()  # a HeldStart may go at any moment
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # the least recently used first
         self._named: dict[str, NamedState] = {}
         self._numbers = itertools.count(secrets.randbits(NUMBER_BITS) << 8)
+        self._free: list[_Row] = []
         self._num_on_device = 0
-        self._moving: list[tuple[torch.cuda.Event, State]] = []  # device copies, until the host has them
-        self._side = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
+        self._moving: list[tuple[torch.cuda.Event, _Entry, _Row]] = []  # until the host has them
+        self._side = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
 
     @property
     def num_states(self) -> int:
@@ -62,47 +96,50 @@ class HeldStates:
         """Of those, on a GPU."""
         return self._num_on_device
 
-    def hold(self, state: State) -> int:
-        """Keeps `state` [1, *shape], which nobody else will change, and returns its number."""
-        written = self._record()
+    @torch.inference_mode()
+    def hold(self, slot: int) -> int:
+        """Keeps a copy of the pool's row, and returns its number. Does not wait."""
+        with self._lock:
+            while len(self._entries) >= self._max_states:
+                self._drop(next(iter(self._entries)))
+            row = self._take_row()
+        row.block.copy_from(row.index, self._pool.rows, slot)
+        entry = _Entry(row, written=self._record())
         with self._lock:
             number = next(self._numbers)
-            self._entries[number] = _Entry(state, self._is_gpu, written)
+            self._entries[number] = entry
             self._num_on_device += self._is_gpu
-            while len(self._entries) > self._max_states:
-                self._drop(next(iter(self._entries)))
             self._spill()
         return number
 
-    def take(self, number: int) -> State | None:
-        """The state, which stays here, for work on the current stream; None if it is not here."""
+    def take(self, number: int) -> HeldStart | None:
+        """For a request that starts from the state, which stays here; None if it is not here."""
         with self._lock:
-            entry = self._entries.get(number)
+            entry = self._use(number)
             if entry is None:
                 return None
             self._entries.move_to_end(number)
-        if entry.written is None:
-            return entry.state
-        torch.cuda.current_stream(self._device).wait_event(entry.written)
-        if entry.is_on_device:
-            return entry.state
-        return {name: value.to(self._device, non_blocking=True) for name, value in entry.state.items()}
+        return HeldStart(functools.partial(self._copy_to, entry), functools.partial(self._release, entry))
 
     def pack(self, number: int) -> bytes | None:
         """The state as bytes (`StateSpec.pack`), by a stream of its own; None if it is not here."""
         with self._lock:
-            entry = self._entries.get(number)
-        if entry is None:
-            return None
-        if entry.written is None:
-            return self._spec.pack(entry.state)
-        if not entry.is_on_device:
-            entry.written.synchronize()
-            return self._spec.pack(entry.state)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_event(entry.written)
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            return self._spec.pack(entry.state)  # waits for its copy: the entry's memory is not given back before
+            entry = self._use(number)
+            if entry is None:
+                return None
+            row, on_host, written = entry.row, entry.on_host, entry.written
+        try:
+            if row is None or written is None:
+                if written is not None:
+                    written.synchronize()
+                tensors, index = (row.block.tensors, row.index) if row is not None else (on_host or {}, 0)
+                return self._pool.spec.pack(tensors, index)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_event(written)
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                return self._pool.spec.pack(row.block.tensors, row.index)  # waits for its copy
+        finally:
+            self._release(entry)
 
     def name(self, name: str, number: int, about: bytes) -> None:
         """From now on the state is the one of that name; the one before goes, if it has no other name.
@@ -147,9 +184,46 @@ class HeldStates:
 
     def _drop(self, number: int) -> None:
         entry = self._entries.pop(number)
-        self._num_on_device -= entry.is_on_device
+        self._num_on_device -= self._is_gpu and entry.row is not None
         for name in entry.names:
             del self._named[name]
+        entry.is_dropped = True
+        self._give_back(entry)
+
+    def _use(self, number: int) -> _Entry | None:
+        entry = self._entries.get(number)
+        if entry is not None:
+            entry.num_users += 1
+        return entry
+
+    def _release(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.num_users -= 1
+            self._give_back(entry)
+
+    def _give_back(self, entry: _Entry) -> None:
+        """Its row may have another content. What was launched on it before runs before what comes."""
+        if entry.is_dropped and not entry.num_users and entry.row is not None:
+            if self._is_gpu:
+                self._free.append(entry.row)
+            entry.row = None
+
+    def _take_row(self) -> _Row:
+        if not self._free:
+            held_as = {name: tensor.dtype for name, tensor in self._pool.tensors.items()}
+            block = StateRows(self._pool.spec.zeros(self._block_rows, self._device, held_as))
+            self._free = [_Row(block, index) for index in range(self._block_rows)]
+        return self._free.pop()
+
+    @torch.inference_mode()
+    def _copy_to(self, entry: _Entry, slot: int) -> None:
+        if entry.written is not None:
+            torch.cuda.current_stream(self._device).wait_event(entry.written)
+        if entry.row is not None:
+            self._pool.rows.copy_from(slot, entry.row.block, entry.row.index)
+        elif entry.on_host is not None:
+            for name, tensor in self._pool.tensors.items():
+                tensor[slot].copy_(entry.on_host[name][0], non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._is_gpu:
@@ -160,24 +234,28 @@ class HeldStates:
 
     def _spill(self) -> None:
         """Starts copies to pinned memory; nobody waits for them."""
-        self._moving = [moving for moving in self._moving if not moving[0].query()]  # type: ignore[no-untyped-call]
-        if self._side is None or self._num_on_device <= self._max_on_device:
+        for moved in [moved for moved in self._moving if moved[0].query()]:  # type: ignore[no-untyped-call]
+            self._moving.remove(moved)
+            self._free.append(moved[2])
+        if self._side is None:
             return
         for entry in self._entries.values():
-            if entry.is_on_device and entry.written is not None:
-                self._move(entry, entry.written, self._side)
-                if self._num_on_device <= self._max_on_device:
-                    return
+            if self._num_on_device <= self._max_on_device:
+                return
+            if entry.row is not None and entry.written is not None and not entry.num_users:
+                self._move(entry, entry.row, entry.written, self._side)
 
-    def _move(self, entry: _Entry, written: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    def _move(self, entry: _Entry, row: _Row, written: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         stream.wait_event(written)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            there = {
-                name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-                for name, value in entry.state.items()
+            entry.on_host = {
+                name: torch.empty((1, *value.shape[1:]), dtype=value.dtype, pin_memory=True).copy_(
+                    value[row.index : row.index + 1], non_blocking=True
+                )
+                for name, value in row.block.tensors.items()
             }
         moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
         moved.record(stream)
-        self._moving.append((moved, entry.state))
-        entry.state, entry.written, entry.is_on_device = there, moved, False
+        self._moving.append((moved, entry, row))
+        entry.row, entry.written = None, moved
         self._num_on_device -= 1

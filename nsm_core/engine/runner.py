@@ -21,7 +21,7 @@ from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
 from nsm_core.engine.token_rows import TokenRows
 from nsm_core.errors import GrammarFailed, NumericalError
 from nsm_core.execution.base import DecodeInputs, Executor
-from nsm_core.sampling.device import PendingTokens
+from nsm_core.sampling.device import PendingTokens, to_device
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
@@ -49,12 +49,17 @@ class HiddenStates:
 
     def last(self, slots: Sequence[int]) -> Tensor:
         """[len(slots),d]: after each slot's last token. Fast if the slots of one token come first, in their order."""
-        num_rows = len(self._slots)
-        if self._rows is None or slots[:num_rows] != self._slots:
+        if self._rows is None:
             return torch.cat([self.chunk(slot)[-1:] for slot in slots])
+        rows, num_rows = self._rows, 0
+        while num_rows < len(slots) and slots[num_rows] not in self._chunks:
+            num_rows += 1
+        if slots[:num_rows] != self._slots:  # some of them read on
+            at = {slot: index for index, slot in enumerate(self._slots)}
+            rows = rows[to_device(np.array([at[slot] for slot in slots[:num_rows]], np.int64), rows.device)]
         if len(slots) == num_rows:
-            return self._rows
-        return torch.cat([self._rows, *(self._chunks[slot][-1:] for slot in slots[num_rows:])])
+            return rows
+        return torch.cat([rows, *(self.chunk(slot)[-1:] for slot in slots[num_rows:])])
 
     def tails(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """[sum of lengths,d]: after each of the last lengths[i] tokens of slots[i]."""
@@ -100,11 +105,13 @@ class Runner:
         self._constraints.open(slot, sequence)
         try:
             start = self._start_of(sequence)
-            if start is None:
-                self._fresh.add(slot)
-            else:
+            if start is not None:
                 self.pool.write(slot, start)
-            sequence.shared_start = None
+            elif sequence.held_start is not None:
+                sequence.held_start.copy_to(slot)
+            else:
+                self._fresh.add(slot)
+            sequence.shared_start = sequence.held_start = None
             if self._overlap is not None:
                 self._overlap.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
         except Exception:
@@ -118,11 +125,11 @@ class Runner:
             self.pool.fill(rows, self._executor.initial)
 
     def _start_of(self, sequence: RunningSequence) -> State | None:
-        """[1, *shape], to be copied; None: the learned start."""
+        """[1, *shape], to be copied; None: one that the engine holds, or the learned start."""
         if sequence.shared_start is not None:
             return sequence.shared_start
         resume = sequence.request.resume
-        return None if resume is None else _unpacked_state(resume, self._executor)
+        return None if resume is None or resume.held is not None else _unpacked_state(resume, self._executor)
 
     def close(self, slot: int) -> None:
         """Frees the slot."""
@@ -217,11 +224,6 @@ class Runner:
         """The slot's state as bytes. `is_complete`: every step that touched it has been waited for."""
         with self._side_stream() if is_complete else nullcontext():
             return self.pool.pack(slot)
-
-    @torch.inference_mode()
-    def copy(self, slot: int) -> State:
-        """The slot's state [1, *shape] on its device, as the pool holds it, without waiting for anything."""
-        return self.pool.copy_as_held(slot)
 
     @torch.inference_mode()
     def pack_copy(self, state: State) -> bytes:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from nsm_core.engine.held_states import HeldStart
 from nsm_core.engine.output import NO_IDS, OutputStep, OutputStream
 from nsm_core.engine.request import GenerationRequest, PromptState, Timings
 from nsm_core.engine.token_rows import TokenRows
@@ -116,6 +117,7 @@ class RunningSequence:
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
         self.shared_start: State | None = None  # of another request with the same prompt, until the slot has it
+        self.held_start: HeldStart | None = None  # the same of a state that the engine holds
         self.num_shared = 0  # prompt tokens in it that this request need not read
         self.output = OutputStream(tokenizer, request.sampling, has_text=tag is None or not request.has_free_text)
         # Text is held back from these tokens on, so the state before them may be needed

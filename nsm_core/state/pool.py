@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.state.pages import Pages
+from nsm_core.state.row_copies import StateRows
 from nsm_core.state.spec import State, StateSpec
 
 # What a freed row reads as in its int64 tensors, where there is no NaN.
@@ -42,6 +43,7 @@ class StatePool:
             self._storage = self._map(held_as)
         else:
             self._storage = _allocate(spec, num_rows, device, held_as)
+        self._rows = StateRows(self._storage)
         self._leased: set[int] = set()
         self._poison = poison
         if poison:
@@ -114,10 +116,10 @@ class StatePool:
         """The row's state [1, *shape], in memory of its own."""
         return {name: tensor.clone() for name, tensor in self.gather((row,)).items()}
 
-    def copy_as_held(self, row: int) -> State:
-        """`copy` in the dtypes of the pool, for a later `write` of the same bits."""
-        self.check_leased((row,))
-        return {name: tensor[row : row + 1].clone() for name, tensor in self._storage.items()}
+    @property
+    def rows(self) -> StateRows:
+        """All rows as they are held, for copies of single ones."""
+        return self._rows
 
     def pack(self, row: int) -> bytes:
         """The row's state as `StateSpec.pack` writes it."""

@@ -10,6 +10,7 @@ import torch
 from nsm_core.engine.held_states import HeldStates
 from nsm_core.engine.request import EndState, Resume
 from nsm_core.errors import EngineDead
+from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import FINGERPRINT, make_engine, make_request, random_ids, run_one, small_model
@@ -25,18 +26,34 @@ def state(number: int) -> State:
     }
 
 
-def held_states(max_states: int = 3, max_on_device: int = 10) -> HeldStates:
-    size = SPEC.num_bytes
-    return HeldStates(SPEC, DEVICE, max_bytes=max_states * size, max_device_bytes=max_on_device * size)
+class Held(HeldStates):
+    """Of a pool with one row, whose states come from it."""
+
+    def __init__(self, max_states: int = 3, max_on_device: int = 10) -> None:
+        size, self.pool = SPEC.num_bytes, StatePool(SPEC, 1, DEVICE)
+        self.pool.lease(0)
+        super().__init__(self.pool, max_bytes=max_states * size, max_device_bytes=max_on_device * size)
+
+    def put(self, number: int) -> int:
+        self.pool.write(0, state(number))
+        return self.hold(0)
+
+    def got(self, number: int) -> float:
+        """What the state of that number holds, once it is in the pool."""
+        start = self.take(number)
+        assert start is not None
+        self.pool.write(0, state(0))
+        start.copy_to(0)
+        return float(self.pool.gather((0,))["memory"][0, 0])
 
 
 def test_the_least_recently_used_states_go_with_their_names() -> None:
-    held = held_states(max_states=2)
-    first, second = held.hold(state(1)), held.hold(state(2))
+    held = Held(max_states=2)
+    first, second = held.put(1), held.put(2)
     held.name("one", first, b"about one")
     held.name("two", second, b"about two")
     assert held.take(first) is not None  # used again
-    third = held.hold(state(3))
+    third = held.put(3)
     assert (held.find("one"), held.find("two")) == (held._named["one"], None)
     assert held.take(second) is None
     assert held.pack(third) == SPEC.pack(state(3))
@@ -44,8 +61,8 @@ def test_the_least_recently_used_states_go_with_their_names() -> None:
 
 
 def test_a_name_moves_on_and_a_state_without_any_goes() -> None:
-    held = held_states()
-    first, second = held.hold(state(1)), held.hold(state(2))
+    held = Held()
+    first, second = held.put(1), held.put(2)
     held.name("one", first, b"1")
     held.name("fork", first, b"1")
     held.name("one", second, b"2")
@@ -60,19 +77,31 @@ def test_a_name_moves_on_and_a_state_without_any_goes() -> None:
 
 
 def test_numbers_of_another_engine_mean_nothing() -> None:
-    one, other = held_states(), held_states()
-    assert other.take(one.hold(state(1))) is None
+    one, other = Held(), Held()
+    assert other.take(one.put(1)) is None
+
+
+def test_a_state_that_a_request_waits_to_start_from_keeps_its_row() -> None:
+    held = Held(max_states=1)
+    first = held.put(1)
+    start = held.take(first)
+    assert start is not None
+    for number in range(2, 9):
+        held.put(number)
+    assert held.take(first) is None
+    start.copy_to(0)
+    assert held.pool.gather((0,))["memory"][0].tolist() == [1.0] * 3
+    del start
+    assert held.got(held.put(9)) == 9.0
 
 
 @pytest.mark.gpu
 def test_the_least_recently_used_move_to_the_host_and_back_with_their_bits() -> None:
-    held = held_states(max_states=8, max_on_device=2)
-    numbers = [held.hold(state(number)) for number in range(5)]
+    held = Held(max_states=8, max_on_device=2)
+    numbers = [held.put(number) for number in range(5)]
     assert (held.num_states, held.num_on_device) == (5, 2)
     for number, at in enumerate(numbers):
-        taken = held.take(at)
-        assert taken is not None
-        assert (taken["memory"].device.type, taken["memory"].tolist()) == ("cuda", [[float(number)] * 3])
+        assert held.got(at) == number
         assert held.pack(at) == SPEC.pack(state(number))
 
 
