@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -155,8 +155,8 @@ class TheirsByFla:
         return logits.float()
 
 
-def measure(name: str, subject: Ours | TheirsByFla) -> Iterator[Row]:
-    for num_rows in ROWS:
+def measure(name: str, subject: Ours | TheirsByFla, rows: Sequence[int], prompts: Sequence[int]) -> Iterator[Row]:
+    for num_rows in rows:
         subject.open(num_rows)
         ids, times = list(range(1, num_rows + 1)), []
         for _ in range(WARM_STEPS + STEPS):
@@ -165,7 +165,7 @@ def measure(name: str, subject: Ours | TheirsByFla) -> Iterator[Row]:
             times.append(time.perf_counter() - started)
         step_s = statistics.median(times[WARM_STEPS:])
         yield {"of": name, "rows": num_rows, "step_ms": step_s * 1e3, "tokens_per_s": num_rows / step_s}
-    for length in PROMPTS:
+    for length in prompts:
         ids = prompt_ids(length)
 
         def read(ids: list[int] = ids) -> None:
@@ -176,15 +176,15 @@ def measure(name: str, subject: Ours | TheirsByFla) -> Iterator[Row]:
         yield {"of": name, "prompt": length, "seconds": min(times), "tokens_per_s": length / min(times)}
 
 
-def floors(ours: Ours) -> Iterator[Row]:
+def floors(ours: Ours, rows: Sequence[int]) -> Iterator[Row]:
     rate = copy_rate()
-    for num_rows in ROWS:
+    for num_rows in rows:
         moved = ours.matrix_bytes + 2 * num_rows * ours.state_bytes
         yield {"floor_of_rows": num_rows, "ms": moved / rate * 1e3, "copy_GB_per_s": rate / 1e9}
 
 
 @torch.inference_mode()
-def measure_size(size: str, *, with_fla: bool) -> Iterator[Row]:
+def measure_size(size: str, rows: Sequence[int], prompts: Sequence[int], *, with_fla: bool) -> Iterator[Row]:
     config = config_of(size)
     tensors = random_tensors(config)
     model = Rwkv7Model(config, {name: value.cuda() for name, value in tensors.items()}, "cuda")
@@ -194,11 +194,11 @@ def measure_size(size: str, *, with_fla: bool) -> Iterator[Row]:
     model.__dict__.pop("weights")  # its fp32 copy of all tensors
     ours = Ours(model)
     subjects: dict[str, Ours | TheirsByFla] = {"ours": ours}
-    yield from floors(ours)
-    yield from measure("ours", ours)
+    yield from floors(ours, rows)
+    yield from measure("ours", ours, rows, prompts)
     if with_fla:
         subjects["fla"] = TheirsByFla(config, tensors)
-        yield from measure("fla", subjects["fla"])
+        yield from measure("fla", subjects["fla"], rows, prompts)
     for name, subject in subjects.items():
         subject.open(1)
         got = subject.read(text)
@@ -208,11 +208,13 @@ def measure_size(size: str, *, with_fla: bool) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["0.1B", "0.4B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of a step")
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, help="lengths in tokens")
     parser.add_argument("--ours", action="store_true")
     arguments = parser.parse_args()
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     for size in arguments.sizes:
-        for row in measure_size(size, with_fla=not arguments.ours):
+        for row in measure_size(size, arguments.rows, arguments.prompts, with_fla=not arguments.ours):
             print(json.dumps({"size": size, **row}), flush=True)
 
 

@@ -21,7 +21,8 @@ HELP = {
     "segment_len": "tokens a forward call; speed and memory only (default %(default)s)",
     "batch_documents": "documents side by side; speed and memory only (default %(default)s)",
     "device": "auto, cpu, cuda, cuda:1 (default %(default)s)",
-    "precision": "auto, bf16 or fp32; auto is bf16 on a GPU (default %(default)s)",
+    "precision": "auto, bf16 or fp32; auto is bf16 on a GPU; of the executor eager (default %(default)s)",
+    "executor": "whose numbers are measured, as NSM_EXECUTOR (default %(default)s)",
     "sample_tokens": "most tokens of a sample (default %(default)s)",
     "passkey_examples": "prompts for each length and depth (default %(default)s)",
     "stored_state_prefix": "tokens read before each time a state is stored (default %(default)s)",
@@ -40,7 +41,7 @@ HISTORY_HELP = {
     "history_contexts": "tokens of a prompt with a key",
     "history_distances": "tokens from a key to the end of its prompt",
 }
-TEXTS = ("device", "precision")
+TEXTS = ("device", "precision", "executor")
 SEVERAL = ("buckets", "prompts", "suite", "passkey_lengths", "passkey_depths", *HISTORY_HELP)
 SHORT = {"max_tokens_per_document": "--max-tokens", "output": "--out"}  # the names of other commands
 

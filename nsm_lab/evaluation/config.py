@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from nsm_core.errors import ConfigError
+from nsm_core.execution.names import EXECUTOR_NAMES, ExecutorName
 from nsm_lab.evaluation.history import fresh_starts, keys, repeats
 from nsm_lab.evaluation.losses import DEFAULT_BUCKETS, check_edges
 from nsm_lab.evaluation.passkey import DEFAULT_DEPTHS, DEFAULT_LENGTHS
@@ -45,7 +46,8 @@ class EvalConfig:
     batch_documents: int = 8
     buckets: tuple[int, ...] = DEFAULT_BUCKETS
     device: str = "auto"
-    precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU
+    precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU; of the eager executor
+    executor: ExecutorName = "eager"
     prompts: tuple[str, ...] = ()  # a greedy and a drawn continuation of each
     sample_tokens: int = 100
     passkey_lengths: tuple[int, ...] = DEFAULT_LENGTHS
@@ -74,6 +76,7 @@ class EvalConfig:
         self._require(self.split in SPLITS, "split", ", ".join(SPLITS[:-1]) + f" or {SPLITS[-1]}")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
         self._require(bool(self.suite) and set(self.suite) <= set(PARTS), "suite", "one or more of " + ", ".join(PARTS))
+        self._require(self.executor in EXECUTOR_NAMES, "executor", "one of " + ", ".join(EXECUTOR_NAMES))
         is_share = bool(self.passkey_depths) and all(0.0 <= depth <= 1.0 for depth in self.passkey_depths)
         self._require(is_share, "passkey_depths", "in [0, 1]")
         self._require(bool(self.passkey_lengths), "passkey_lengths", "at least one length")

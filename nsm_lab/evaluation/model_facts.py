@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nsm_core.config import ModelConfig
+from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.state.spec import StateSpec
 
 STATE_POSITIONS = (1024, 8192, 32768)  # tokens
@@ -29,7 +30,7 @@ class ModelFacts:
         return f"a state of {', '.join(parts)} tokens"
 
 
-def model_facts(config: ModelConfig, spec: StateSpec) -> ModelFacts:
+def model_facts(config: ModelConfig | Rwkv7Config, spec: StateSpec) -> ModelFacts:
     return ModelFacts(
         config=dataclasses.asdict(config),
         state_bytes=tuple((tokens, state_bytes_after(spec, tokens)) for tokens in STATE_POSITIONS),

@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from nsm_core.architectures import architecture_of
+from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
+from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.devices import resolve_device
-from nsm_core.model.loader import LoadedNsm, load_checkpoint
+from nsm_core.loaded_model import LoadedModel
+from nsm_core.model.bundled import find_checkpoint
+from nsm_core.model.loader import LoadedNsm
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
 from nsm_lab.evaluation.devices import resolve_precision
+from nsm_lab.evaluation.executed import ExecutedModel
 from nsm_lab.evaluation.history.key_tasks import make_key_tasks
 from nsm_lab.evaluation.history.measure import HistoryResult, HistorySettings, measure_history
 from nsm_lab.evaluation.history.reach import attention_reach
@@ -23,6 +29,7 @@ from nsm_lab.evaluation.losses import PositionLosses
 from nsm_lab.evaluation.model_facts import model_facts
 from nsm_lab.evaluation.passkey import PasskeyResult, measure_passkey
 from nsm_lab.evaluation.perplexity import EncodedDocument, encode_documents, evaluate
+from nsm_lab.evaluation.reading import EvaluatedModel
 from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.samples import Sample, write_samples
 from nsm_lab.evaluation.slots import SlotUsage, measure_slot_usage
@@ -44,14 +51,17 @@ def run_evaluation(config: EvalConfig, *, log: Callable[[str], None] = lambda li
     """
     register_baselines()
     device = resolve_device(config.device)
-    loaded = load_checkpoint(config.model, device)
+    path = find_checkpoint(config.model)
+    loaded: LoadedModel[Any] = architecture_of(path).load(path, device)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
-    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), log)
+    encoded = encode_documents(loaded.tokenizer, documents)
+    model, numerics = _evaluated(config, loaded)
+    subject = _Subject(config, loaded, model, device, encoded, log)
     log(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
     report = Report(
-        provenance=_provenance(loaded, device),
+        provenance=_provenance(loaded, device, numerics),
         settings=_settings(config, subject.precision),
-        model=model_facts(loaded.config, loaded.model.state_spec),
+        model=model_facts(loaded.model.config, loaded.model.state_spec),
         losses=subject.measured("loss", subject.losses),
         history=subject.measured("history", subject.history),
         passkey=subject.measured("passkey", subject.passkey),
@@ -65,13 +75,23 @@ def run_evaluation(config: EvalConfig, *, log: Callable[[str], None] = lambda li
     return report
 
 
+def _evaluated(config: EvalConfig, loaded: LoadedModel[Any]) -> tuple[EvaluatedModel, str]:
+    """The model on its executor, and its numerics class. An eager NSM model is read as it is."""
+    if config.executor == "eager" and isinstance(loaded, LoadedNsm):
+        return loaded.model, loaded.numerics
+    chosen = choose_executor(loaded, config.executor)
+    executor = chosen.factory(chosen.model, num_rows=config.batch_documents, poison=False)
+    return ExecutedModel(executor, loaded.model.state_spec), chosen.numerics
+
+
 class _Subject:
     """A loaded model and the encoded documents, which every part of the suite measures."""
 
     def __init__(
         self,
         config: EvalConfig,
-        loaded: LoadedNsm,
+        loaded: LoadedModel[Any],
+        model: EvaluatedModel,
         device: str,
         documents: list[EncodedDocument],
         log: Callable[[str], None],
@@ -79,9 +99,11 @@ class _Subject:
         if not documents:
             raise ConfigError("there are no documents to evaluate on")
         self._log = log
-        self._config, self._model, self._tokenizer = config, loaded.model, loaded.tokenizer
+        self._config, self._model, self._tokenizer = config, model, loaded.tokenizer
+        self._sizes = loaded.model.config
         self._documents = documents
-        self.precision = resolve_precision(config.precision, device)
+        is_executed = isinstance(model, ExecutedModel)  # which has a precision of its own
+        self.precision = "fp32" if is_executed else resolve_precision(config.precision, device)
 
     @property
     def _autocast(self) -> bool:
@@ -120,7 +142,7 @@ class _Subject:
             self._model,
             texts,
             make_key_tasks(self._tokenizer.encode, config.history_prompts * len(texts), seed=config.seed),
-            reach=attention_reach(self._model.config),
+            reach=attention_reach(self._sizes) if isinstance(self._sizes, ModelConfig) else 0,
             settings=HistorySettings(
                 starts=config.history_starts,
                 spans=config.history_spans,
@@ -178,13 +200,13 @@ class _Subject:
         )
 
 
-def _provenance(loaded: LoadedNsm, device: str) -> Provenance:
+def _provenance(loaded: LoadedModel[Any], device: str, numerics: str) -> Provenance:
     return Provenance(
         model=loaded.name,
         fingerprint=loaded.fingerprint,
         num_parameters=loaded.num_parameters,
         weight_format=loaded.weight_format,
-        numerics=loaded.numerics,
+        numerics=numerics,
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         command=command_line(),
         commit=source_commit(),
@@ -202,4 +224,4 @@ def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
         names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
     if "stored_states" in config.suite:
         names += ["stored_state_prefix", "stored_state_count"]
-    return {"precision": precision, **{name: getattr(config, name) for name in names}}
+    return {"precision": precision, "executor": config.executor, **{name: getattr(config, name) for name in names}}

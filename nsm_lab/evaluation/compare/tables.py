@@ -65,7 +65,7 @@ def _sizes(entries: Sequence[Entry]) -> str:
     rows = []
     for entry in entries:
         config, state_bytes = entry.fields["model"]["config"], dict(entry.fields["model"]["state_bytes"])
-        layers = f"{config['layer_pattern']} x {config['num_layers']}"
+        layers = f"{config.get('layer_pattern', 'RWKV-7')} x {config['num_layers']}"
         sizes = (megabytes(state_bytes[tokens]) if tokens in state_bytes else "–" for tokens in positions)
         rows.append([entry.label, layers, f"{entry.fields['provenance']['num_parameters']:,}", *sizes])
     return table(("model", "layers", "parameters", *(f"state at {short(tokens)}" for tokens in positions)), rows)

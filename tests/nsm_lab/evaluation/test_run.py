@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -7,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError
+from nsm_core.execution.names import ExecutorName
+from nsm_core.execution.native.library import variants
+from nsm_core.tokenizer import Tokenizer
 from nsm_lab.evaluation.config import PARTS, EvalConfig
 from nsm_lab.evaluation.run import run_evaluation
+from tests.support.rwkv7 import save_rwkv7
 from tests.support.samples import BOOKS_DIR
 
 
@@ -120,3 +125,54 @@ def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path:
         run_evaluation(EvalConfig(data=tmp_path, model=tmp_path / "nowhere", device="cpu"))
     with pytest.raises(ConfigError, match="device must be auto, cpu, cuda"):
         run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="gpu"))
+
+
+@pytest.fixture
+def rwkv7_directory(tmp_path: Path, tiny_tokenizer: Tokenizer) -> Path:
+    return save_rwkv7(tmp_path / "rwkv7", tiny_tokenizer)
+
+
+def test_another_architecture_is_measured_on_its_executors(rwkv7_directory: Path) -> None:
+    """All parts; on kernels in fp32 the figures are those of the plain model, in int8 near them."""
+    options = {
+        "data": BOOKS_DIR,
+        "model": rwkv7_directory,
+        "suite": tuple(part for part in PARTS if part != "history"),
+        "max_documents": 3,
+        "batch_documents": 2,
+        "max_tokens_per_document": 120,
+        "device": "cpu",
+        "prompts": ("It was",),
+        "sample_tokens": 3,
+        "passkey_lengths": (128,),
+        "passkey_depths": (0.0,),
+        "passkey_examples": 1,
+        "stored_state_prefix": 64,
+        "split_tokens": 40,
+    }
+    names: list[ExecutorName] = ["eager", "native-fp32", "native"] if variants() else ["eager"]
+    reports = {name: run_evaluation(EvalConfig(executor=name, **options)) for name in names}  # type: ignore[arg-type]
+    figures = {name: report.losses.total.bits_per_byte for name, report in reports.items() if report.losses is not None}
+    for name, report in reports.items():
+        assert figures[name] == pytest.approx(figures["eager"], rel=1e-5 if name == "native-fp32" else 0.02)
+        assert report.slots is None
+        assert report.settings["executor"] == name
+        assert report.passkey is not None
+        assert report.splits is not None
+        assert report.to_markdown().startswith("# rwkv7 on val")
+    assert len({report.provenance.numerics for report in reports.values()}) == len(names)
+
+
+def test_a_model_of_the_own_family_is_measured_on_its_kernels(checkpoint: Path) -> None:
+    config = EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("loss",), max_documents=1, max_tokens_per_document=100)
+    eager = run_evaluation(dataclasses.replace(config, device="cpu")).losses
+    if variants():
+        native = run_evaluation(dataclasses.replace(config, device="cpu", executor="native")).losses
+        assert native is not None
+        assert eager is not None
+        assert native.total.nats == pytest.approx(eager.total.nats, rel=0.02)
+
+
+def test_an_unknown_executor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="executor must be one of auto, eager"):
+        EvalConfig(data=BOOKS_DIR, executor="fast")  # type: ignore[arg-type]
