@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nsm_core.distribution import version_of
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
+from service.backends.background import BackgroundBackend
 from service.backends.base import HasDevices, HasUpstreams, InferenceBackend
 from service.batches.runner import BatchRunner
 from service.deps import Services
@@ -156,6 +157,7 @@ def create_app(
 
     def services_of(settings: Settings, backend: InferenceBackend) -> Services:
         """Those of one model; what follows from no model is shared."""
+        backend = BackgroundBackend(backend)
         if tracing is not None:
             backend = TracedBackend(backend, tracing.tracer)
         prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)

@@ -70,7 +70,8 @@ class GenerationRequest:
     requests that are submitted together; one of them reads the prompt for all, and no event of any of them is changed.
     `owner`: owners share the reading of prompts; Triton servers do not learn it. `hold_state`: the end state stays with
     the engine (`EndState.held`). `sampled_at`: [start, stop) of tokens of the prompt that were sampled once, in order;
-    an executor that `reads_sampled_singly` reads them as it did then, one by one.
+    an executor that `reads_sampled_singly` reads them as it did then, one by one. `is_background`: it stands behind
+    requests that are not (see Scheduler); Triton servers do not learn it.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class GenerationRequest:
     owner: str = ""
     hold_state: bool = False
     sampled_at: tuple[tuple[int, int], ...] = ()
+    is_background: bool = False
 
     @property
     def has_free_text(self) -> bool:

@@ -8,14 +8,19 @@ The policy:
 - Where the model's bits depend on the cuts of a prompt, prompts are cut at multiples of a unit. Then a step with
   prompts reads at least one unit, even if decoding has used the whole budget.
 - Requests wait for a slot in order of arrival. The lowest free slot is assigned first, so running rows stay dense.
+- Background requests (batches) stand behind the others. They get a slot after them, and half of the slots at most.
+  While another request has no token yet, they skip the step. Beside requests that decode, no more of them decode than
+  of those, in turns, and none reads. Every LEAST_SHARE_STEPS-th step they all take part, so that a batch gets on. Of
+  their prompts a step reads a quarter of the budget at most: whoever comes meanwhile waits for its end.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nsm_core.engine.prompt_order import AGEING_STEPS, OwnerShares, UnreadPrompt, share_budget
 from nsm_core.engine.prompt_order import Chunk as Chunk  # a part of plans
@@ -25,6 +30,8 @@ from nsm_core.errors import Overloaded
 # or up to this share of the batch's real tokens, is cheaper than a call.
 MAX_PADDING_TOKENS = 32
 MAX_PADDING_SHARE = 0.25
+LEAST_SHARE_STEPS = 8
+BACKGROUND_PART = 4  # the share of a step's tokens that the background's prompts may have is one by this
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class _Progress:
     prompt_len: int
     boundaries: tuple[int, ...]
     is_held: bool = False
+    is_background: bool = False
     num_read: int = 0
 
     @property
@@ -92,6 +100,9 @@ class Scheduler:
         self._most_beside = token_budget if prompt_tokens_beside is None else prompt_tokens_beside
         self._queue_limit = queue_limit
         self._free_slots = set(range(max_slots))
+        self._max_background = max(1, max_slots // 2)
+        self._background: set[str] = set()  # waiting or running
+        self._num_steps = 0
         self._waiting: dict[str, _Progress] = {}  # in order of arrival
         self._running: dict[int, _Progress] = {}
         self._reading: list[int] = []  # slots with unread prompt, in order of admission
@@ -115,6 +126,7 @@ class Scheduler:
         boundaries: tuple[int, ...] = (),
         is_held: bool = False,
         owner: str = "",
+        is_background: bool = False,
     ) -> None:
         """Puts a request in the queue. Raises Overloaded when the queue is full.
 
@@ -123,7 +135,9 @@ class Scheduler:
         """
         if len(self._waiting) >= self._queue_limit + len(self._free_slots):
             raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
-        self._waiting[request_id] = _Progress(request_id, owner, prompt_len, boundaries, is_held)
+        self._waiting[request_id] = _Progress(request_id, owner, prompt_len, boundaries, is_held, is_background)
+        if is_background:
+            self._background.add(request_id)
 
     def release(self, request_id: str, *, num_read: int) -> None:
         """A held request may leave the queue; its state has read `num_read` tokens of the prompt."""
@@ -132,24 +146,69 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step; changes nothing."""
-        due = (request_id for request_id, progress in self._waiting.items() if not progress.is_held)
         admitted = tuple(
-            SlotAssignment(slot, request_id) for slot, request_id in zip(sorted(self._free_slots), due, strict=False)
+            SlotAssignment(slot, request_id)
+            for slot, request_id in zip(sorted(self._free_slots), self._due(), strict=False)
         )
+        reading = {slot: self._running[slot] for slot in self._reading}
+        reading |= {assignment.slot: self._waiting[assignment.request_id] for assignment in admitted}
         decode = tuple(self._decoding)
-        unread = [self._unread(slot, self._running[slot]) for slot in self._reading]
-        unread += [self._unread(assignment.slot, self._waiting[assignment.request_id]) for assignment in admitted]
-        chunks = share_budget(
+        if self._background:
+            decode, reading = self._put_behind(decode, reading)
+        most = self._most_beside if decode else self._token_budget
+        return Plan(admitted, decode, self._chunks(reading, min(self._token_budget - len(decode), most)))
+
+    def _chunks(self, reading: Mapping[int, _Progress], budget: int) -> tuple[Chunk, ...]:
+        """What a step reads; of the background's prompts a quarter of its tokens at most."""
+        if not self._background:
+            return self._share(reading, budget)
+        first = {slot: progress for slot, progress in reading.items() if not progress.is_background}
+        chunks = self._share(first, budget) if first else ()
+        left = budget - sum(chunk.length for chunk in chunks)
+        behind = {slot: progress for slot, progress in reading.items() if progress.is_background}
+        if not behind or left <= 0:
+            return chunks
+        return (*chunks, *self._share(behind, min(left, max(1, self._token_budget // BACKGROUND_PART))))
+
+    def _share(self, reading: Mapping[int, _Progress], budget: int) -> tuple[Chunk, ...]:
+        unread = [self._unread(slot, progress) for slot, progress in reading.items()]
+        return share_budget(
             unread,
-            min(self._token_budget - len(decode), self._most_beside if decode else self._token_budget),
+            budget,
             unit=self._prompt_unit,
             num_read=self._shares.of(prompt.owner for prompt in unread),
             is_oldest_first=self._num_reading_steps % AGEING_STEPS == AGEING_STEPS - 1,
         )
-        return Plan(admitted, decode, chunks)
+
+    def _due(self) -> Iterator[str]:
+        """The waiting requests that may have a slot, the first of them first."""
+        due = [progress for progress in self._waiting.values() if not progress.is_held]
+        if not self._background:
+            yield from (progress.request_id for progress in due)
+            return
+        yield from (progress.request_id for progress in due if not progress.is_background)
+        room = self._max_background - sum(progress.is_background for progress in self._running.values())
+        behind = (progress.request_id for progress in due if progress.is_background)
+        yield from itertools.islice(behind, max(0, room))
+
+    def _put_behind(
+        self, decode: tuple[int, ...], reading: dict[int, _Progress]
+    ) -> tuple[tuple[int, ...], dict[int, _Progress]]:
+        """The slots of the step, without background requests that stand back in it."""
+        live_decode = [slot for slot in decode if not self._running[slot].is_background]
+        live_reading = {slot: progress for slot, progress in reading.items() if not progress.is_background}
+        if not (live_decode or live_reading) or self._num_steps % LEAST_SHARE_STEPS == LEAST_SHARE_STEPS - 1:
+            return decode, reading
+        if live_reading:
+            return tuple(live_decode), live_reading
+        behind = [slot for slot in decode if self._running[slot].is_background]
+        first = self._num_steps * len(live_decode) % max(1, len(behind))
+        chosen = (behind[first:] + behind[:first])[: len(live_decode)]
+        return tuple(sorted((*live_decode, *chosen))), {}
 
     def apply(self, plan: Plan) -> None:
         """Records that the plan was run: requests got their slots and read their chunks."""
+        self._num_steps += 1
         for assignment in plan.admitted:
             self._free_slots.remove(assignment.slot)
             self._running[assignment.slot] = self._waiting.pop(assignment.request_id)
@@ -168,6 +227,7 @@ class Scheduler:
 
     def remove(self, request_id: str) -> None:
         """The request ended: its slot, or its position in the queue, becomes free."""
+        self._background.discard(request_id)
         if self._waiting.pop(request_id, None) is not None:
             return
         slot = next(slot for slot, progress in self._running.items() if progress.request_id == request_id)

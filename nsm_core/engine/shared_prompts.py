@@ -129,6 +129,7 @@ class SharedPrompts:
             boundaries=cuts_of(length, sampled_at, wanted=boundaries, unit=self._unit),
             is_held=is_held,
             owner=request.owner,
+            is_background=request.is_background,
         )
 
     def _read_to_its_end(self, sequence: RunningSequence, chunk: Chunk) -> _Shared | None:

@@ -21,6 +21,7 @@ from nsm_core.errors import (
     StoreUnavailable,
 )
 from nsm_core.hashing import identity_of
+from service.backends.background import in_background
 from service.batches.input_lines import InputLine
 from service.deps import Arrival, Services, TenantScope
 from service.generate.chat import open_chat
@@ -107,7 +108,7 @@ async def _collect(request: LineRequest, endpoint: str, request_id: str) -> dict
     services, tenant = request.services, request.tenant
     await services.tenants.check_stored_bytes(tenant)
     arrival = Arrival(request_id=request_id, time=time.monotonic())
-    with holding_models():
+    with holding_models(), in_background():
         opened = await OPENERS[endpoint](request, arrival)
         try:
             return await opened.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -110,7 +111,9 @@ def test_R9_R15_request_in_a_random_batch_equals_its_solo_run(
     chosen = data.draw(st.lists(st.sampled_from(cases), min_size=1, max_size=10, unique=True))
     arrivals = [data.draw(st.integers(0, 12)) for _ in chosen]
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=max_slots, token_budget=max_slots + spare)
-    results = run_all(engine, [case(index) for index in chosen], arrivals=arrivals)
+    behind = data.draw(st.sets(st.sampled_from(chosen)))
+    requests = [dataclasses.replace(case(index), is_background=index in behind) for index in chosen]
+    results = run_all(engine, requests, arrivals=arrivals)
     for index in chosen:
         assert_as_alone(results[str(index)], index, tiny_tokenizer)
     assert engine.stats().num_running == engine.stats().num_waiting == 0

@@ -70,6 +70,7 @@ prompts = st.builds(random_ids, st.integers(0, 30), st.sampled_from([1, 1, 2, 5,
     st.lists(st.integers(0, 20), max_size=9),
     st.integers(1, 4),
     st.sampled_from([4, 9, 64]),
+    st.lists(st.booleans(), min_size=9, max_size=9),
 )
 def test_R9_R15_rows_that_join_and_leave_equal_plain_steps(
     tiny_tokenizer: Tokenizer,
@@ -78,11 +79,15 @@ def test_R9_R15_rows_that_join_and_leave_equal_plain_steps(
     arrivals: Sequence[int],
     max_slots: int,
     token_budget: int,
+    background: Sequence[bool],
 ) -> None:
-    """A second turn on every kept state as well."""
+    """A second turn on every kept state as well. Some requests stand behind the others, and skip steps."""
     model, executor = native(pattern)
     pair = Pair(model, tiny_tokenizer, executor, max_slots=max_slots, token_budget=token_budget)
-    requests = [make_request(str(index), ids, **params) for index, (ids, params) in enumerate(cases)]
+    requests = [
+        dataclasses.replace(make_request(str(index), ids, **params), is_background=background[index])
+        for index, (ids, params) in enumerate(cases)
+    ]
     ends = pair.compare(requests, arrivals=arrivals[: len(requests)])
     again = []
     for name, outcome in ends.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.scheduler import Chunk, Plan, Scheduler, SlotAssignment
+from nsm_core.engine.scheduler import LEAST_SHARE_STEPS, Chunk, Plan, Scheduler, SlotAssignment
 from nsm_core.errors import Overloaded
 from tests.support.counts import scaled
 
@@ -224,3 +224,85 @@ def test_while_others_decode_a_step_reads_no_more_of_prompts_than_it_may() -> No
         lengths += [chunk.length for chunk in plan.prefill]
         scheduler.apply(plan)
     assert lengths == [8, 8, 4]
+
+
+def decoding(scheduler: Scheduler, *request_ids: str, is_background: bool) -> None:
+    """Adds requests and reads their prompts."""
+    for request_id in request_ids:
+        scheduler.add(request_id, prompt_len=1, is_background=is_background)
+    while scheduler.plan().prefill:
+        advance(scheduler)
+
+
+def test_background_requests_alone_run_as_others_do() -> None:
+    scheduler = make_scheduler(max_slots=8)
+    decoding(scheduler, "a", "b", is_background=True)
+    for _ in range(2 * LEAST_SHARE_STEPS):
+        assert advance(scheduler).decode == (0, 1)
+
+
+def test_background_requests_take_half_of_the_slots_and_come_after_the_others() -> None:
+    scheduler = make_scheduler(max_slots=4)
+    for number in range(3):
+        scheduler.add(f"behind{number}", prompt_len=1, is_background=True)
+    scheduler.add("live", prompt_len=1)
+    admitted = [assignment.request_id for assignment in scheduler.plan().admitted]
+    assert admitted == ["live", "behind0", "behind1"]
+    advance(scheduler)
+    assert scheduler.plan().admitted == ()
+    scheduler.remove("behind0")
+    assert [assignment.request_id for assignment in scheduler.plan().admitted] == ["behind2"]
+
+
+def test_background_requests_stand_back_while_another_reads_its_prompt_but_for_their_least_share() -> None:
+    scheduler = make_scheduler(max_slots=8, token_budget=8)
+    decoding(scheduler, "a", "b", is_background=True)
+    scheduler.add("c", prompt_len=100, is_background=True)
+    scheduler.add("live", prompt_len=1000)
+    steps = [advance(scheduler) for _ in range(3 * LEAST_SHARE_STEPS)]
+    shared = [plan for plan in steps if plan.decode]
+    assert len(shared) == 3
+    assert all(plan.decode == (0, 1) for plan in shared)
+    live = next(assignment.slot for assignment in steps[0].admitted if assignment.request_id == "live")
+    alone = [plan for plan in steps if not plan.decode]
+    assert all([chunk.slot for chunk in plan.prefill] == [live] for plan in alone)
+
+
+def test_beside_requests_that_decode_as_many_of_the_background_decode_in_turns() -> None:
+    scheduler = make_scheduler(max_slots=8)
+    decoding(scheduler, "a", "b", "c", is_background=True)
+    decoding(scheduler, "live", is_background=False)
+    seen: dict[int, int] = {}
+    for _ in range(3 * LEAST_SHARE_STEPS):
+        plan = advance(scheduler)
+        assert 3 in plan.decode
+        assert len(plan.decode) in (2, 4)
+        for slot in plan.decode:
+            seen[slot] = seen.get(slot, 0) + 1
+    assert seen[3] == 3 * LEAST_SHARE_STEPS
+    assert min(seen[slot] for slot in (0, 1, 2)) > LEAST_SHARE_STEPS // 2
+
+
+@settings(max_examples=scaled(25, 500), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(1, 6)), min_size=1, max_size=12),
+    st.sampled_from((1, 4)),
+)
+def test_every_request_gets_on_whoever_is_in_the_background(requests: list[tuple[int, bool, int]], unit: int) -> None:
+    scheduler = make_scheduler(max_slots=3, token_budget=8, prompt_unit=unit)
+    left = {}
+    for number, (length, is_background, num_tokens) in enumerate(requests):
+        scheduler.add(f"r{number}", prompt_len=length, is_background=is_background)
+        left[f"r{number}"] = num_tokens
+    names: dict[int, str] = {}
+    for _ in range(2000):
+        plan = scheduler.plan()
+        if plan.is_empty:
+            break
+        names |= {assignment.slot: assignment.request_id for assignment in plan.admitted}
+        scheduler.apply(plan)
+        for slot in plan.decode:
+            left[names[slot]] -= 1
+            if not left[names[slot]]:
+                scheduler.remove(names[slot])
+    assert set(left.values()) == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -107,15 +108,22 @@ REQUEST = st.fixed_dictionaries(
     st.lists(REQUEST, min_size=1, max_size=6),
     st.lists(st.integers(0, 30), max_size=6),
     st.sampled_from(("off", "lookup")),
+    st.sets(st.integers(0, 5)),
 )
 def test_events_and_states_are_those_of_plain_steps(
-    tiny_tokenizer: Tokenizer, given_requests: list[dict[str, object]], arrivals: list[int], speculation: str
+    tiny_tokenizer: Tokenizer,
+    given_requests: list[dict[str, object]],
+    arrivals: list[int],
+    speculation: str,
+    behind: set[int],
 ) -> None:
+    """Of requests in the background, numbered `behind`, too."""
     requests = []
     for number, fields in enumerate(given_requests):
         options = {name: value for name, value in fields.items() if name != "length"}
         prompt = random_ids(number, int(str(fields["length"])), VOCABULARY)
-        requests.append(make_request(str(number), prompt, seed=number, **options))  # type: ignore[arg-type]
+        made = make_request(str(number), prompt, seed=number, **options)  # type: ignore[arg-type]
+        requests.append(dataclasses.replace(made, is_background=number in behind))
     plain = run_all(Sliced(tiny_tokenizer, PlainExecutor, speculation=speculation).engine, requests)
     sliced = Sliced(tiny_tokenizer, UntimedExecutor, speculation=speculation)
     found = run_all(sliced.engine, requests, arrivals=arrivals[: len(requests)])

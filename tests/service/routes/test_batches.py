@@ -247,3 +247,23 @@ async def test_the_oldest_batch_that_has_ended_makes_room(server: Gateway, monke
     assert [one.id async for one in server.openai.batches.list()] == [third.id, second.id]
     with pytest.raises(openai.NotFoundError):
         await server.openai.batches.retrieve(first.id)
+
+
+async def test_the_engine_knows_which_requests_are_a_batchs() -> None:
+    """On each endpoint; a live request beside them is none of them."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    bodies: dict[str, Any] = {
+        "/v1/embeddings": {"input": "Hi"},
+        "/v1/completions": BODY,
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"input": "Hi"},
+    }
+    backend = FakeBackend()
+    async with gateway(backend, is_live=True) as server:
+        for endpoint, body in bodies.items():
+            backend.requests.clear()
+            await ended(server, await begin(server, input_of(body, url=endpoint), endpoint=endpoint))
+            assert {request.is_background for request in backend.requests} == {True}
+            backend.requests.clear()
+            assert (await server.client.post(endpoint, json=body)).status_code == 200
+            assert {request.is_background for request in backend.requests} == {False}
