@@ -30,10 +30,11 @@ from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.rwkv7.chunked_scan import state_scan_chunked
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.state.spec import State
+from nsm_core.tuning.config import TuneConfig
 from nsm_core.tuning.examples import Example, ExampleLimits, ExampleReader
 from nsm_core.tuning.loss import mean_loss, rows_of, split_by_tokens
 from nsm_core.tuning.start import after_start_token, for_rows
-from nsm_core.tuning.tuner import TuneConfig, Tuner
+from nsm_core.tuning.tuner import Tuner
 from nsm_lab.evaluation.tasks.babi import read_questions
 from nsm_lab.training.lora import train_lora
 

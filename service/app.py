@@ -33,6 +33,7 @@ from service.routes import (
     conversations,
     embeddings,
     files,
+    fine_tuning,
     health,
     metrics,
     models,
@@ -67,6 +68,7 @@ from service.telemetry.tracing.middleware import TraceRequests
 from service.telemetry.tracing.tracing import Tracing
 from service.tenants.api_keys import KeyFile
 from service.tenants.tenants import Tenants
+from service.tuning.runner import JobRunner, job_directory
 from service.turns.turns import TurnRegistry
 from service.web.authentication import Authenticate
 from service.web.errors import handle
@@ -99,6 +101,7 @@ ROUTES = (
     realtime,
     files,
     batches,
+    fine_tuning,
     embeddings,
     models,
     tokenize,
@@ -195,6 +198,7 @@ def create_app(
                     state_format=state_format,
                 ),
             ),
+<<<<<<< HEAD
             tenants=tenants,
             records=records,
             states=StateLibrary(
@@ -219,6 +223,25 @@ def create_app(
         services,
         lambda other, backend: services_of(settings.for_other_model(other.name), backend),
         _serving_another,
+=======
+        ),
+        tenants=tenants,
+        records=records,
+        states=StateLibrary(
+            backend,
+            state_store,
+            tenants,
+            prompts,
+            collected.sessions,
+            seal=seal,
+            state_format=StateFormat(settings.state_dtype),
+        ),
+        files=Files(records, tenants),
+        background=Background(),
+        batch_news=asyncio.Event(),
+        tuning_news=asyncio.Event(),
+        tracing=tracing,
+>>>>>>> 0a68fda7 (Fine-tuning jobs: OpenAI's calls make tuned states, each in a process of its own, continued after a kill)
     )
     app = DescribedApi(
         title="nsm",
@@ -309,6 +332,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.turns.drain, 0.0)
         await stack.enter_async_context(services.models.running())
         await stack.enter_async_context(BatchRunner(services).running())
+        if services.settings.fine_tuning_jobs:
+            directory = stack.enter_context(job_directory(services.settings))
+            await stack.enter_async_context(JobRunner(services, directory).running())
         yield
 
 

@@ -57,6 +57,7 @@ class Services:
     files: Files
     background: Background
     batch_news: asyncio.Event  # a batch was created or cancelled here
+    tuning_news: asyncio.Event  # the same of a fine-tuning job
     tracing: Tracing | None = None
 
     @property

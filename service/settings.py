@@ -237,6 +237,15 @@ class Settings(BaseSettings):
         "the process. 0: no cache.",
     )
 
+    fine_tuning_jobs: Annotated[
+        int, Shown(section="Fine-tuning", page="[tuned states](tuned-states.md#jobs)", is_engine=True)
+    ] = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Fine-tuning jobs that run at once on one store, each in a process of its own. 0: none are taken.",
+    )
+
     playground: Annotated[bool, Shown(section="Playground and logs", page="[playground](playground.md)")] = Field(
         default=True, description="Serve the playground at /."
     )

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsm_core.chat_template import ChatTemplate
-from nsm_core.errors import CheckpointError, NsmError
+from nsm_core.errors import CheckpointError, InvalidRequest, NsmError
 from nsm_core.hashing import identity, identity_of
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.tuning.checkpoint import Checkpoint
+from nsm_core.tuning.config import TuneConfig, split_examples
 from nsm_core.tuning.examples import Example, ExampleLimits, ExampleReader
-from nsm_core.tuning.tuner import Report, TuneConfig, Tuner, split_examples
+from nsm_core.tuning.tuner import Report, Tuner
+
+
+HELD_OUT = "validation_file"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +39,16 @@ class TunedState:
 
 
 def read_data(data: TuneData, loaded: LoadedModel[SequenceModel], seed: int) -> tuple[list[Example], list[Example]]:
-    """For training, and held out. Raises InvalidRequest, for a held-out file with the param `validation_file`."""
+    """For training, and held out. Raises InvalidRequest, for a held-out file with the param HELD_OUT."""
     reader = ExampleReader(loaded.tokenizer, data.template, data.limits)
     examples = reader.read(data.examples)
     if data.held_out is None:
         return split_examples(examples, seed)
-    return examples, reader.read(data.held_out)
+    try:
+        return examples, reader.read(data.held_out)
+    except InvalidRequest as error:
+        error.param = HELD_OUT
+        raise
 
 
 def tune(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.errors import ConfigError, InvalidRequest, NumericalError
+from nsm_core.errors import NumericalError
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.rwkv7.chunked_scan import state_scan_chunked
 from nsm_core.rwkv7.model import Rwkv7Model
@@ -21,57 +21,10 @@ from nsm_core.state.plausible import MAX_MAGNITUDE
 from nsm_core.state.spec import State
 from nsm_core.tuning.adam import Adam
 from nsm_core.tuning.checkpoint import Checkpoint
+from nsm_core.tuning.config import TuneConfig
 from nsm_core.tuning.examples import Example
 from nsm_core.tuning.loss import mean_loss, num_targets, rows_of, split_by_tokens, summed_loss
 from nsm_core.tuning.start import after_start_token, largest_magnitude, trained_names
-
-WARMUP_STEPS = 10
-FINAL_RATE_SHARE = 0.1  # of the rate, after a cosine
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TuneConfig:
-    """`num_epochs`: passes over the examples. `rate`: Adam's, after the warm-up; it falls to a tenth. `patience`:
-    held-out losses without a better one before the run stops. `eval_every`: steps between two of them; None: 20 in a
-    run. `max_tokens_at_once`: of the examples, with padding, whose activations are in memory together.
-    """
-
-    num_epochs: int = 3
-    batch_size: int = 8
-    rate: float = 0.01
-    seed: int = 0
-    patience: int = 5
-    eval_every: int | None = None
-    max_tokens_at_once: int = 2048
-
-    def __post_init__(self) -> None:
-        for name in ("num_epochs", "batch_size", "patience", "max_tokens_at_once"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.eval_every is not None and self.eval_every < 1:
-            raise ConfigError(f"eval_every must be at least 1, got {self.eval_every}")
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            raise ConfigError(f"rate must be above 0, got {self.rate}")
-
-    def num_steps(self, num_examples: int) -> int:
-        return self.num_epochs * math.ceil(num_examples / self.batch_size)
-
-    def steps_between(self, num_examples: int) -> int:
-        """From one held-out loss to the next."""
-        return self.eval_every or max(1, self.num_steps(num_examples) // 20)
-
-    def batch(self, examples: Sequence[Example], step: int) -> list[Example]:
-        """The examples of a step, from 0; each epoch has an order of its own."""
-        epoch, number = divmod(step, math.ceil(len(examples) / self.batch_size))
-        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-        order = torch.randperm(len(examples), generator=generator).tolist()
-        first = number * self.batch_size
-        return [examples[index] for index in order[first : first + self.batch_size]]
-
-    def rate_at(self, step: int, num_steps: int) -> float:
-        """A linear warm-up, then a cosine."""
-        share = FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * step / num_steps)) / 2
-        return self.rate * share * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +43,6 @@ class Report:
     best_loss: float
     num_tokens: int
     is_last: bool
-
-
-def split_examples(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """For training and held out: a tenth, at least one, drawn by the seed. Raises InvalidRequest for one example."""
-    if len(examples) < 2:
-        raise InvalidRequest("the file must have at least 2 examples where none are given to hold out, it has 1")
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    num_held_out = max(1, len(examples) // 10)
-    held_out = set(order[:num_held_out])
-    rest = [example for index, example in enumerate(examples) if index not in held_out]
-    return rest, [examples[index] for index in sorted(held_out)]
 
 
 class Tuner:

@@ -20,10 +20,10 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.rwkv7.weights import Weights
 from nsm_core.tuning.adam import Adam
+from nsm_core.tuning.config import TuneConfig
 from nsm_core.tuning.examples import Example
 from nsm_core.tuning.loss import mean_loss, num_targets, rows_of, split_by_tokens, summed_loss
 from nsm_core.tuning.start import after_start_token
-from nsm_core.tuning.tuner import TuneConfig
 
 TIME_MIX_MATRICES = ("receptance", "key", "value", "output")
 CHANNEL_MIX_MATRICES = ("key", "value")

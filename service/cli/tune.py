@@ -15,8 +15,9 @@ from service.stores.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from nsm_core.loaded_model import LoadedModel, SequenceModel
+    from nsm_core.tuning.config import TuneConfig
     from nsm_core.tuning.run import TunedState
-    from nsm_core.tuning.tuner import Report, TuneConfig
+    from nsm_core.tuning.tuner import Report
     from service.settings import Settings
     from service.transfer.session_file import SessionFile
 
@@ -50,7 +51,7 @@ def tune(
     store: options.Store = None,
 ) -> None:
     """Train a start state on examples; the model stays as it is. The state gets the next version of a name."""
-    from nsm_core.tuning.tuner import TuneConfig
+    from nsm_core.tuning.config import TuneConfig
     from service.schemas.states import check_state_name
     from service.stores.states.base import PUBLISHED
 

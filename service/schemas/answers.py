@@ -410,6 +410,100 @@ class BatchAnswer(BaseModel):
     metadata: dict[str, str] | None
 
 
+class JobError(BaseModel):
+    """Why a job has failed. `param`: `training_file` or `validation_file` for a fault of a file."""
+
+    code: str
+    message: str
+    param: str | None
+
+
+class JobHyperparameters(BaseModel):
+    """As they are used."""
+
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+class JobAnswer(BaseModel):
+    """A fine-tuning job, as it is now. `fine_tuned_model`: `ft:MODEL:NAME@VERSION`, for the field `model`."""
+
+    id: str
+    object: Literal["fine_tuning.job"]
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    status: Literal["queued", "validating_files", "running", "succeeded", "failed", "cancelled"]
+    model: str
+    fine_tuned_model: str | None
+    training_file: str
+    validation_file: str | None
+    hyperparameters: JobHyperparameters
+    method: Object
+    seed: int
+    trained_tokens: int | None
+    error: JobError | None
+    result_files: list[str]
+    integrations: list[Object]
+    organization_id: str
+    metadata: dict[str, str] | None
+
+
+class JobPage(BaseModel):
+    """A page of fine-tuning jobs, the newest first."""
+
+    object: Literal["list"]
+    data: list[JobAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class JobEventAnswer(BaseModel):
+    """What a fine-tuning job said. `data`: the losses, of the type `metrics`."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"]
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: Object | None
+
+
+class JobEventPage(BaseModel):
+    """A page of events, the newest first."""
+
+    object: Literal["list"]
+    data: list[JobEventAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class JobCheckpointAnswer(BaseModel):
+    """The state of a fine-tuning job's lowest held-out loss."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"]
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    metrics: Object
+    step_number: int
+
+
+class JobCheckpointPage(BaseModel):
+    """At most one."""
+
+    object: Literal["list"]
+    data: list[JobCheckpointAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class BatchPage(BaseModel):
     """A page of batches, the newest first."""
 

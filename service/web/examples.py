@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+
+def _page_of(one: dict[str, Any]) -> dict[str, Any]:
+    return {"object": "list", "data": [one], "first_id": one["id"], "last_id": one["id"], "has_more": False}
+
+
 REQUESTS: Mapping[str, dict[str, Any]] = {
     "CompletionBody": {
         "prompt": "The old house stood at the end of the lane.",
@@ -44,6 +49,12 @@ REQUESTS: Mapping[str, dict[str, Any]] = {
         "endpoint": "/v1/completions",
         "completion_window": "24h",
     },
+    "CreateJobBody": {
+        "model": "pulse-books",
+        "training_file": "file-4f1d0c7c3c1b4f0d9d6f1f0a2b3c4d5e",
+        "suffix": "reviews",
+        "seed": 7,
+    },
     "TokenizeBody": {"prompt": "The old house"},
     "DetokenizeBody": {"tokens": [40, 73]},
 }
@@ -79,6 +90,46 @@ BATCH: dict[str, Any] = {
     "cancelled_at": None,
     "request_counts": {"total": 40, "completed": 12, "failed": 1},
     "metadata": None,
+}
+HYPERPARAMETERS = {"n_epochs": 3, "batch_size": 8, "learning_rate_multiplier": 1.0}
+JOB: dict[str, Any] = {
+    "id": "ftjob-8c0ffee2d6f04c0e8a7a1f4b7f1b2a3c",
+    "object": "fine_tuning.job",
+    "created_at": 1795946320,
+    "finished_at": 1795946920,
+    "estimated_finish": None,
+    "status": "succeeded",
+    "model": "pulse-books",
+    "fine_tuned_model": "ft:pulse-books:reviews@1",
+    "training_file": "file-4f1d0c7c3c1b4f0d9d6f1f0a2b3c4d5e",
+    "validation_file": None,
+    "hyperparameters": HYPERPARAMETERS,
+    "method": {"type": "supervised", "supervised": {"hyperparameters": HYPERPARAMETERS}},
+    "seed": 7,
+    "trained_tokens": 90210,
+    "error": None,
+    "result_files": [],
+    "integrations": [],
+    "organization_id": "default",
+    "metadata": None,
+}
+JOB_EVENT: dict[str, Any] = {
+    "id": "ftevent-1b7e5a0c9d3f4e6a8b2c7d1e0f9a4b5c",
+    "object": "fine_tuning.job.event",
+    "created_at": 1795946901,
+    "level": "info",
+    "message": "step 120 of 120: training loss 0.4712, held-out loss 0.5460",
+    "type": "metrics",
+    "data": {"step": 120, "total_steps": 120, "train_loss": 0.4712, "valid_loss": 0.546, "best_step": 120},
+}
+JOB_CHECKPOINT: dict[str, Any] = {
+    "id": "ftckpt-8c0ffee2d6f04c0e8a7a1f4b7f1b2a3c",
+    "object": "fine_tuning.job.checkpoint",
+    "created_at": 1795946920,
+    "fine_tuned_model_checkpoint": "ft:pulse-books:reviews@1",
+    "fine_tuning_job_id": "ftjob-8c0ffee2d6f04c0e8a7a1f4b7f1b2a3c",
+    "metrics": {"step": 120, "train_loss": 0.4712, "full_valid_loss": 0.546},
+    "step_number": 120,
 }
 MODEL: dict[str, Any] = {
     "id": "pulse-books",
@@ -326,6 +377,10 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
         "last_id": "batch_51f1a2c6d7e84b0f9a3c2d1e0f9a8b7c",
         "has_more": False,
     },
+    "JobAnswer": JOB,
+    "JobPage": _page_of(JOB),
+    "JobEventPage": _page_of(JOB_EVENT),
+    "JobCheckpointPage": _page_of(JOB_CHECKPOINT),
     "EmbeddingsAnswer": {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -0.5, 0.5, 0.5]}],

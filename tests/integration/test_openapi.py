@@ -55,6 +55,8 @@ CONVERSATION = "/v1/conversations/{conversation_id}"
 ITEM = f"{CONVERSATION}/items/{{item_id}}"
 UPLOAD = "/v1/files/{file_id}"
 BATCH = "/v1/batches/{batch_id}"
+JOBS = "/v1/fine_tuning/jobs"
+JOB = f"{JOBS}/{{fine_tuning_job_id}}"
 GENERATOR = Path(sys.prefix) / "client-generator" / "package"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 DETAILS = {"include_energy": True, "include_routing": True, "max_tokens": 2}
@@ -127,6 +129,12 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", "/v1/batches"): [(None, {"limit": "2"})],
     ("GET", BATCH): [(None, {})],
     ("POST", f"{BATCH}/cancel"): [(None, {})],
+    ("POST", JOBS): [({"model": "", "training_file": "", "seed": 1, "suffix": "a"}, {})],
+    ("GET", JOBS): [(None, {"limit": "2"})],
+    ("GET", JOB): [(None, {})],
+    ("POST", f"{JOB}/cancel"): [(None, {})],
+    ("GET", f"{JOB}/events"): [(None, {"limit": "2"})],
+    ("GET", f"{JOB}/checkpoints"): [(None, {})],
     ("GET", "/v1/models"): [(None, {})],
     ("GET", "/v1/models/{model_id}"): [(None, {})],
     ("POST", "/tokenize"): [({"prompt": "Hi", "return_token_strs": True}, {}), ({"messages": MESSAGES}, {})],
@@ -194,14 +202,18 @@ class Api:
             ids["file_id"] = self.upload()
         if "batch_id" in path:
             ids["batch_id"] = self.made("/v1/batches", **self.batch(num_lines=100 if "cancel" in path else 1))["id"]
+        if "fine_tuning_job_id" in path:
+            ids["fine_tuning_job_id"] = self.made(JOBS, **self.job())["id"]
+            if "cancel" not in path:  # a tenant has few open ones
+                self.made(f"{JOBS}/{ids['fine_tuning_job_id']}/cancel")
         if "model_id" in path:
             ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]
         return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
 
-    def upload(self, *, num_lines: int = 1) -> str:
+    def upload(self, *, num_lines: int = 1, purpose: str = "batch") -> str:
         """The id of an input file."""
         lines = [json.dumps({**LONG_LINE, "custom_id": str(number)}) for number in range(num_lines)]
-        form: dict[str, Any] = {"files": {"file": ("in", "\n".join(lines))}, "data": {"purpose": "batch"}}
+        form: dict[str, Any] = {"files": {"file": ("in", "\n".join(lines))}, "data": {"purpose": purpose}}
         return str(self.client.post("/v1/files", **form).json()["id"])
 
     def batch(self, *, num_lines: int = 1) -> dict[str, Any]:
@@ -209,13 +221,17 @@ class Api:
         body, _ = GOOD["POST", "/v1/batches"][0]
         return {**body, "input_file_id": self.upload(num_lines=num_lines)}
 
+    def job(self) -> dict[str, Any]:
+        """A body that makes a fine-tuning job."""
+        model = self.client.get("/v1/models").json()["data"][0]["id"]
+        return {**GOOD["POST", JOBS][0][0], "model": model, "training_file": self.upload(purpose="fine-tune")}
+
     def good(self, method: str, path: str) -> list[tuple[Any, dict[str, Any]]]:
         """GOOD, with the id of a file that is there."""
-        return (
-            [(self.batch(), query) for _, query in GOOD[method, path]]
-            if path == "/v1/batches" and method == "POST"
-            else GOOD[method, path]
-        )
+        makers = {"/v1/batches": self.batch, JOBS: self.job}
+        if method == "POST" and path in makers:
+            return [(makers[path](), query) for _, query in GOOD[method, path]]
+        return GOOD[method, path]
 
     def send(self, case: schemathesis.Case) -> int:
         """The status of an answer that is as the description says."""
@@ -242,9 +258,10 @@ def described(app: FastAPI) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def api(tiny_tokenizer: Tokenizer) -> Iterator[Api]:
+def api(tiny_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     wanted = Settings(
-        data_dir=Path("unused"),
+        data_dir=tmp_path_factory.mktemp("data"),
+        fine_tuning_jobs=1,
         max_tokens_limit=32,
         max_prompt_tokens=512,
         max_body_bytes=100_000,

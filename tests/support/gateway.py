@@ -67,12 +67,13 @@ async def gateway(
     prefix_min_tokens: int = MIN_TOKENS,
     receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     others: Sequence[OtherModel] = (),
+    data_dir: Path = Path("unused"),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
     the defaults, but states of short prompts are kept, so that tests can be short.
     """
-    wanted = Settings(data_dir=Path("unused"), **settings)
+    wanted = Settings(data_dir=data_dir, **settings)
     store = store or SqliteSessionStore(None)
     app = create_app(
         wanted,

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 # A "chain" document counts the holders of a session: the responses and conversations that need it.
-# A "part" is a piece of a file, an "index" has the ids of a tenant's files or batches, a "line" is a result of a batch.
-Kind = Literal["response", "chain", "conversation", "item", "file", "part", "index", "batch", "line"]
+# A "part" is a piece of a file, an "index" has the ids of a tenant's files or batches, a "line" is a result of a batch,
+# "tuning" a fine-tuning job.
+Kind = Literal["response", "chain", "conversation", "item", "file", "part", "index", "batch", "line", "tuning"]
 
 ABSENT = 0  # the version of a document that does not exist
 

@@ -23,13 +23,14 @@ from service.telemetry.metrics.prefixes import PrefixMetrics
 from service.telemetry.metrics.process import ProcessMetrics
 from service.telemetry.metrics.requests import RequestMetrics
 from service.telemetry.metrics.sessions import SessionMetrics
+from service.telemetry.metrics.tuning import TuningMetrics
 
 
 class Metrics:
     """The metrics of one application, in a registry of its own.
 
-    Callers record events in `requests`, `sessions` and `prefixes`. The other metrics are copied from other objects
-    before each exposition.
+    Callers record events in `requests`, `sessions`, `prefixes` and `tuning`. The other metrics are copied from other
+    objects before each exposition.
     """
 
     def __init__(self, backend: InferenceBackend, *, num_in_flight: Callable[[], int] = lambda: 0) -> None:
@@ -38,6 +39,7 @@ class Metrics:
         self.requests = RequestMetrics(registry)
         self.sessions = SessionMetrics(registry)
         self.prefixes = PrefixMetrics(registry)
+        self.tuning = TuningMetrics(registry)
         self._backend = backend
         self._num_in_flight = num_in_flight
         self._engine = EngineMetrics(registry)

@@ -9,10 +9,11 @@ import torch
 from nsm_core.errors import CheckpointError, ConfigError, InvalidRequest, NsmError, NumericalError
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.tuning.checkpoint import Checkpoint
+from nsm_core.tuning.config import TuneConfig, split_examples
 from nsm_core.tuning.loss import mean_loss, rows_of, split_by_tokens, summed_loss
 from nsm_core.tuning.run import tune
 from nsm_core.tuning.start import after_start_token, trained_names
-from nsm_core.tuning.tuner import Report, TuneConfig, Tuner, split_examples
+from nsm_core.tuning.tuner import Report, Tuner
 from tests.support.models import RandomModel
 from tests.support.tuning import FAMILIES, examples_of, file_of, pairs, tunable
 

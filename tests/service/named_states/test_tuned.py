@@ -13,8 +13,8 @@ import pytest
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.state.quantize import StateFormat
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.tuning.config import TuneConfig, split_examples
 from nsm_core.tuning.run import TunedState, tune
-from nsm_core.tuning.tuner import TuneConfig, split_examples
 from service.backends.local import LocalBackend
 from service.named_states.tuned import SOURCE, tuned_file
 from service.transfer.session_file import SessionFile, encode_file, read_file

@@ -1,0 +1,204 @@
+"""/v1/fine_tuning/jobs with the stock client: jobs whose processes train a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.fine_tuning import FineTuningJob
+
+from nsm_core.config import EngineConfig
+from nsm_core.errors import NotFound, QuotaExceeded
+from service.backends.local import LocalBackend
+from service.tuning.job import Job, new_job
+from service.tuning.library import MAX_OPEN, JobLibrary
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway, until
+from tests.support.tuning import file_of, pairs
+
+ENDED = ("succeeded", "failed", "cancelled")
+QUICK: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 3.0}
+LONG: dict[str, Any] = {**QUICK, "n_epochs": 100, "batch_size": 1}
+
+
+@pytest.fixture
+async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Gateway]:
+    from nsm_core.architectures import load_model
+
+    backend = LocalBackend(load_model(tiny_model_dir), EngineConfig(max_slots=4, token_budget=32, queue_limit=32))
+    async with gateway(backend, is_live=True, model=tiny_model_dir, fine_tuning_jobs=1, data_dir=tmp_path) as made:
+        yield made
+
+
+async def upload(server: Gateway, raw: bytes, purpose: Any = "fine-tune") -> str:
+    return (await server.openai.files.create(file=("examples.jsonl", raw), purpose=purpose)).id
+
+
+async def begin(server: Gateway, raw: bytes | None = None, **fields: Any) -> FineTuningJob:
+    body = {"model": server.services.model_name, "seed": 1, "hyperparameters": QUICK, **fields}
+    training = await upload(server, pairs(10) if raw is None else raw)
+    return await server.openai.fine_tuning.jobs.create(training_file=training, **body)
+
+
+async def ended(server: Gateway, job: FineTuningJob) -> FineTuningJob:
+    while job.status not in ENDED:
+        await asyncio.sleep(0.05)
+        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
+    return job
+
+
+async def test_job_makes_a_state_that_requests_name_as_their_model(server: Gateway) -> None:
+    validation = await upload(server, pairs(3))
+    begun = await begin(server, suffix="yes", validation_file=validation, metadata={"a": "b"})
+    assert (begun.status, begun.fine_tuned_model, begun.object) == ("queued", None, "fine_tuning.job")
+    job = await ended(server, begun)
+    assert (job.status, job.error, job.metadata) == ("succeeded", None, {"a": "b"})
+    assert job.hyperparameters.to_dict() == QUICK
+    assert job.fine_tuned_model == f"ft:{server.services.model_name}:yes@1"
+    assert job.trained_tokens is not None
+    assert job.trained_tokens > 0
+    assert job.finished_at is not None
+    answer = await server.openai.completions.create(
+        model=job.fine_tuned_model, prompt="Number 3:", max_tokens=4, temperature=0
+    )
+    named = await server.openai.completions.create(
+        model=server.services.model_name,
+        prompt="Number 3:",
+        max_tokens=4,
+        temperature=0,
+        extra_body={"state": "yes@1"},
+    )
+    assert answer.choices == named.choices
+    events = [event async for event in server.openai.fine_tuning.jobs.list_events(job.id, limit=3)]
+    assert [event.message for event in events[-2:]] == [
+        "10 examples, 3 held out, 6 steps",
+        "the job waits for its turn",
+    ]
+    metrics = [event.data for event in events if event.type == "metrics"]
+    assert [data["step"] for data in metrics] == [6, 5, 4, 3, 2, 1, 0]  # type: ignore[index]
+    assert events[0].message == "the state yes@1 is there"
+    (checkpoint,) = [one async for one in server.openai.fine_tuning.jobs.checkpoints.list(job.id)]
+    assert checkpoint.fine_tuned_model_checkpoint == job.fine_tuned_model
+    best = min(metrics, key=lambda data: data["valid_loss"])  # type: ignore[index]
+    assert (checkpoint.step_number, checkpoint.metrics.full_valid_loss) == (best["step"], best["valid_loss"])  # type: ignore[index]
+    state = (await server.client.get("/v1/states/yes")).json()
+    assert (state["source"], state["metadata"]) == ("tuned", {"fine_tuning_job": job.id})
+    await until(lambda: server.metric("nsm_fine_tuning_jobs_total", status="succeeded") == 1)
+    assert server.metric("nsm_fine_tuning_jobs_running") == 0
+
+
+async def test_fault_of_a_file_names_line_and_field(server: Gateway) -> None:
+    wrong = file_of({"prompt": "a", "completion": "b"}, {"messages": [{"role": "user", "content": 3}]})
+    job = await ended(server, await begin(server, wrong))
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.to_dict() == {
+        "code": "invalid_training_file",
+        "message": "line 2: messages[0].content must be a string, got 3",
+        "param": "training_file",
+    }
+    other = await ended(server, await begin(server, validation_file=await upload(server, b"\xff\xfe")))
+    assert other.error is not None
+    assert (other.error.code, other.error.param) == ("invalid_validation_file", "validation_file")
+    assert other.error.message.startswith("line 1: it is not UTF-8")
+    events = await server.openai.fine_tuning.jobs.list_events(job.id)
+    assert (events.data[0].level, events.data[0].message) == ("error", job.error.message)
+
+
+async def test_deleted_file_fails_the_job(server: Gateway) -> None:
+    first = await begin(server, hyperparameters=LONG)
+    waiting = await begin(server)
+    await server.openai.files.delete(waiting.training_file)
+    await server.openai.fine_tuning.jobs.cancel(first.id)
+    job = await ended(server, waiting)
+    assert job.error is not None
+    assert (job.error.code, job.error.param) == ("file_not_found", "training_file")
+
+
+async def test_cancelled_job_ends_at_once_and_leaves_nothing(server: Gateway) -> None:
+    job = await begin(server, hyperparameters=LONG, suffix="never")
+    while job.status != "running":
+        await asyncio.sleep(0.05)
+        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
+    cancelled = await server.openai.fine_tuning.jobs.cancel(job.id)
+    assert cancelled.status == "cancelled"
+    assert cancelled.finished_at is not None
+    next_job = await ended(server, await begin(server))  # its turn comes when the other's process is gone
+    assert next_job.status == "succeeded"
+    assert (await server.openai.fine_tuning.jobs.retrieve(job.id)).status == "cancelled"
+    assert (await server.openai.fine_tuning.jobs.cancel(job.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="has succeeded: it cannot be cancelled"):
+        await server.openai.fine_tuning.jobs.cancel(next_job.id)
+    assert (await server.client.get("/v1/states/never")).status_code == 404
+    assert [one.id async for one in server.openai.fine_tuning.jobs.list(limit=1)] == [next_job.id, job.id]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "no good"}, "suffix"),
+        ({"suffix": "x" * 65}, "suffix"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
+        ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
+        ({"hyperparameters": {"learning_rate_multiplier": -1.0}}, "hyperparameters.learning_rate_multiplier"),
+        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"method": {"type": "supervised"}}, "hyperparameters"),
+        ({"integrations": [{"type": "wandb"}]}, "integrations"),
+        ({"seed": -1}, "seed"),
+        ({"unknown": 1}, "unknown"),
+        ({"model": "other"}, "model"),
+        ({"validation_file": "file-none"}, "validation_file"),
+    ],
+)
+async def test_body_that_cannot_be_names_its_field(fields: dict[str, Any], param: str, tmp_path: Path) -> None:
+    async with gateway(FakeBackend(), is_live=True, fine_tuning_jobs=1, data_dir=tmp_path) as server:
+        body = {"model": server.services.model_name, "training_file": await upload(server, pairs(2))}
+        body |= {"hyperparameters": QUICK, **fields}
+        refused = await server.client.post("/v1/fine_tuning/jobs", json=body)
+        assert refused.status_code in (400, 404)
+        assert error_of(refused)["param"] == param
+
+
+async def test_file_of_another_purpose_is_refused(tmp_path: Path) -> None:
+    async with gateway(FakeBackend(), is_live=True, fine_tuning_jobs=1, data_dir=tmp_path) as server:
+        file = await upload(server, pairs(2), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match='must be a file with the purpose "fine-tune"'):
+            await server.openai.fine_tuning.jobs.create(model=server.services.model_name, training_file=file)
+
+
+async def test_server_takes_no_jobs_by_default() -> None:
+    async with gateway(FakeBackend(), is_live=True) as server:
+        with pytest.raises(openai.PermissionDeniedError, match="NSM_FINE_TUNING_JOBS"):
+            await begin(server)
+        assert (await server.openai.fine_tuning.jobs.list()).data == []
+
+
+async def test_tenant_has_a_bounded_number_of_open_jobs_and_sees_its_own() -> None:
+    async with gateway(FakeBackend()) as server:
+        library = JobLibrary(server.services.records)
+
+        def job_of(tenant: str) -> Job:
+            return new_job(
+                tenant,
+                model="m",
+                training_file="file-a",
+                validation_file=None,
+                hyperparameters=QUICK,
+                seed=1,
+                name="x",
+                metadata={},
+            )
+
+        jobs = [await library.add(job_of("acme")) for _ in range(MAX_OPEN)]
+        with pytest.raises(QuotaExceeded, match="at most 8 fine-tuning jobs that have not ended"):
+            await library.add(job_of("acme"))
+        await library.add(job_of("rival"))
+        await library.change("acme", jobs[0].id, lambda job: job.ended("cancelled"))
+        assert [one.id for one in await library.list_all("acme")] == [one.id for one in jobs]
+        await library.add(job_of("acme"))
+        with pytest.raises(NotFound, match="does not exist"):
+            await library.get("rival", jobs[0].id)
