@@ -156,7 +156,8 @@ def create_app(
         metrics=collected.models,
         max_bytes=None if settings.models_memory_mb is None else settings.models_memory_mb * MIB,
     )
-    background, news, files = Background(), asyncio.Event(), Files(records, tenants)
+    background, files = Background(), Files(records, tenants)
+    news, tuning_news = asyncio.Event(), asyncio.Event()
 
     def services_of(settings: Settings, backend: InferenceBackend) -> Services:
         """Those of one model; what follows from no model is shared."""
@@ -198,7 +199,6 @@ def create_app(
                     state_format=state_format,
                 ),
             ),
-<<<<<<< HEAD
             tenants=tenants,
             records=records,
             states=StateLibrary(
@@ -215,6 +215,7 @@ def create_app(
             files=files,
             background=background,
             batch_news=news,
+            tuning_news=tuning_news,
             tracing=tracing,
         )
 
@@ -223,25 +224,6 @@ def create_app(
         services,
         lambda other, backend: services_of(settings.for_other_model(other.name), backend),
         _serving_another,
-=======
-        ),
-        tenants=tenants,
-        records=records,
-        states=StateLibrary(
-            backend,
-            state_store,
-            tenants,
-            prompts,
-            collected.sessions,
-            seal=seal,
-            state_format=StateFormat(settings.state_dtype),
-        ),
-        files=Files(records, tenants),
-        background=Background(),
-        batch_news=asyncio.Event(),
-        tuning_news=asyncio.Event(),
-        tracing=tracing,
->>>>>>> 0a68fda7 (Fine-tuning jobs: OpenAI's calls make tuned states, each in a process of its own, continued after a kill)
     )
     app = DescribedApi(
         title="nsm",

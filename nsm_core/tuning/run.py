@@ -16,7 +16,6 @@ from nsm_core.tuning.config import TuneConfig, split_examples
 from nsm_core.tuning.examples import Example, ExampleLimits, ExampleReader
 from nsm_core.tuning.tuner import Report, Tuner
 
-
 HELD_OUT = "validation_file"
 
 

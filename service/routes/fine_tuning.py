@@ -41,7 +41,7 @@ async def create_job(body: CreateJobBody, services: ServicesDep, tenant: TenantD
             "this server takes no fine-tuning jobs: its operator can allow them with NSM_FINE_TUNING_JOBS",
             code="fine_tuning_off",
         )
-    services.check_model(body.model)
+    services = await services.for_model(body.model)
     name = body.suffix or DEFAULT_NAME
     await services.states.require_own_name(tenant, name)
     await services.tenants.check_stored_bytes(tenant, num_new_bytes=services.backend.model.state_bytes)
@@ -54,11 +54,9 @@ async def create_job(body: CreateJobBody, services: ServicesDep, tenant: TenantD
         training_file=body.training_file,
         validation_file=body.validation_file,
         hyperparameters={
-            "n_epochs": AUTO_EPOCHS if wanted.n_epochs == "auto" else wanted.n_epochs,
-            "batch_size": AUTO_BATCH if wanted.batch_size == "auto" else wanted.batch_size,
-            "learning_rate_multiplier": (
-                1.0 if wanted.learning_rate_multiplier == "auto" else wanted.learning_rate_multiplier
-            ),
+            "n_epochs": wanted.n_epochs or AUTO_EPOCHS,
+            "batch_size": wanted.batch_size or AUTO_BATCH,
+            "learning_rate_multiplier": wanted.learning_rate_multiplier or 1.0,
         },
         seed=secrets.randbelow(MAX_SEED) if body.seed is None else body.seed,
         name=name,

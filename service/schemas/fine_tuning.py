@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from nsm_core.errors import InvalidRequest
 from service.schemas.common import RequestBody
@@ -15,12 +15,22 @@ MAX_SEED = 2**31 - 1
 DEFAULT_NAME = "tuned"
 
 
-class Hyperparameters(RequestBody):
-    """`auto`: 3 epochs, 8 examples in a step, the rate that `nsm tune` has by default."""
+def _auto(kind: str, **bounds: float) -> tuple[BeforeValidator, WithJsonSchema]:
+    """`auto` is what an absent field is."""
+    schema = {"anyOf": [{"const": "auto"}, {"type": kind, **bounds}]}
+    return BeforeValidator(lambda value: None if value == "auto" else value), WithJsonSchema(schema)
 
-    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=100)] = "auto"
-    batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = "auto"
-    learning_rate_multiplier: Literal["auto"] | Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = "auto"
+
+class Hyperparameters(RequestBody):
+    """None: 3 epochs, 8 examples in a step, the rate that `nsm tune` has by default."""
+
+    n_epochs: Annotated[int | None, *_auto("integer", minimum=1, maximum=100), Field(ge=1, le=100)] = None
+    batch_size: Annotated[int | None, *_auto("integer", minimum=1, maximum=256), Field(ge=1, le=256)] = None
+    learning_rate_multiplier: Annotated[
+        float | None,
+        *_auto("number", exclusiveMinimum=0, maximum=1000),
+        Field(gt=0, le=1000, allow_inf_nan=False),
+    ] = None
 
 
 class Supervised(RequestBody):

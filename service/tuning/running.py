@@ -78,16 +78,21 @@ class JobRun:
             raw = await self.services.files.read(self.job.tenant, file, param=param)
             await asyncio.to_thread((self.directory / name).write_bytes, raw)
 
-    def _order(self) -> Order:
-        services, settings = self.services, self.services.settings
-        numerics = services.backend.model.numerics
+    async def _served(self) -> Services:
+        """Of the model that the job names. Raises NotFound where it is not served any more."""
+        return await self.services.for_model(self.job.fields["model"])
+
+    async def _order(self) -> Order:
+        served, settings = await self._served(), self.services.settings
+        path = settings.further_models().get(self.job.fields["model"], settings.model)
+        numerics = served.backend.model.numerics
         device = settings.device if settings.device.startswith("cuda") else "cuda"
         num_threads = settings.num_threads or usable_threads(os.cpu_count() or 1)
         return Order(
             directory=str(self.directory),
-            model=None if settings.model is None else str(settings.model),
-            fingerprint=services.backend.model.fingerprint,
-            template=settings.chat_template,
+            model=None if path is None else str(path),
+            fingerprint=served.backend.model.fingerprint,
+            template=served.settings.chat_template,
             device=device if numerics.startswith("cuda") else "cpu",
             num_threads=max(1, num_threads // THREAD_SHARE),
             config=dataclasses.asdict(self.job.config),
@@ -97,7 +102,7 @@ class JobRun:
         await self._change(lambda job: _if_open(job, lambda: job.changed(status="validating_files")))
         if self.job.has_ended:
             return
-        order = json.dumps(dataclasses.asdict(self._order())).encode() + b"\n"
+        order = json.dumps(dataclasses.asdict(await self._order())).encode() + b"\n"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -169,16 +174,12 @@ class JobRun:
         share = said["step"] / said["num_steps"]
         left_s = (time.monotonic() - self._began) * (1 - share) / share if share else None
         finish = None if left_s is None else int(time.time() + left_s)
-        await self._change(
-            lambda job: _if_open(
-                job,
-                lambda: job.changed(estimated_finish=finish, trained_tokens=said["num_tokens"]).with_event(words, data=data),
-            )
-        )
+        fields = {"estimated_finish": finish, "trained_tokens": said["num_tokens"]}
+        await self._change(lambda job: _if_open(job, lambda: job.changed(**fields).with_event(words, data=data)))
 
     async def _succeed(self) -> None:
         """The state, then the last status. A state that the job made before a kill is not made again."""
-        services, job = self.services, self.job
+        services, job = await self._served(), self.job
         reference = await self._made_before()
         if reference is None:
             file = tuned_file(
@@ -199,7 +200,9 @@ class JobRun:
             reference = head.reference
         name = tuned_model_name(services.model_name, reference)
         words = f"the state {reference} is there"
-        await self._change(lambda job: _if_open(job, lambda: job.ended("succeeded", fine_tuned_model=name).with_event(words)))
+        await self._change(
+            lambda job: _if_open(job, lambda: job.ended("succeeded", fine_tuned_model=name).with_event(words))
+        )
 
     async def _made_before(self) -> str | None:
         for head in await self.services.states.list(self.job.tenant):

@@ -15,11 +15,11 @@ from tests.support.server_processes import Server, running
 from tests.support.tuning import pairs
 
 JOBS = "/v1/fine_tuning/jobs"
-BODY: dict[str, Any] = {"seed": 1, "suffix": "yes", "hyperparameters": {"n_epochs": 40, "batch_size": 4}}
+BODY: dict[str, Any] = {"seed": 1, "suffix": "yes", "hyperparameters": {"n_epochs": 10, "batch_size": 4}}
 
 
 async def begin(server: Server) -> str:
-    form: dict[str, Any] = {"files": {"file": ("a.jsonl", pairs(20))}, "data": {"purpose": "fine-tune"}}
+    form: dict[str, Any] = {"files": {"file": ("a.jsonl", pairs(12))}, "data": {"purpose": "fine-tune"}}
     file = (await server.client.post("/v1/files", **form)).json()
     model = (await server.client.get("/v1/models")).json()["data"][0]["id"]
     answer = await server.client.post(JOBS, json={**BODY, "model": model, "training_file": file["id"]})
@@ -59,7 +59,7 @@ async def check_kill(store: dict[str, object], model: Path, data_dir: Path) -> N
         assert whole["status"] == "succeeded", whole
         expected = await numbers_of(server, "yes@1")
         job_id = await begin(server)
-        await wait_for_step(server, job_id, 20)
+        await wait_for_step(server, job_id, 6)
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert children
         server.process.kill()

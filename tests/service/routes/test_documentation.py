@@ -102,8 +102,8 @@ async def test_examples_of_answers_have_the_fields_of_their_models() -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_an_example_is_accepted(name: str) -> None:
-    async with gateway(FakeBackend()) as server:
+async def test_an_example_is_accepted(name: str, tmp_path: Path) -> None:
+    async with gateway(FakeBackend(), fine_tuning_jobs=1, data_dir=tmp_path) as server:
         schema = (await server.client.get("/openapi.json")).json()
         ids = {"{session_id}": "harbour", "{conversation_id}": await prepared(server)}
         found = [
@@ -122,6 +122,9 @@ async def test_an_example_is_accepted(name: str) -> None:
             if name == "CreateBatchBody":
                 file = await server.services.files.create("default", b"{}", filename="in.jsonl", purpose="batch")
                 body = {**body, "input_file_id": file.id}
+            if name == "CreateJobBody":
+                file = await server.services.files.create("default", b"{}", filename="in.jsonl", purpose="fine-tune")
+                body = {**body, "training_file": file.id, "model": server.services.model_name}
             response = await server.client.request(method, path, json=body)
             assert response.status_code == 200, response.text
 
