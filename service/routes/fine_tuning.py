@@ -123,7 +123,7 @@ async def cancel_job(fine_tuning_job_id: str, services: ServicesDep, tenant: Ten
         if job.has_ended:
             message = f"fine-tuning job {job.id!r} has {job.status}: it cannot be cancelled"
             raise InvalidRequest(message, param="fine_tuning_job_id")
-        return job.ended("cancelled").told("the job was cancelled")
+        return job.ended("cancelled").with_event("the job was cancelled")
 
     changed = await JobLibrary(services.records).change(tenant, fine_tuning_job_id, change)
     services.tuning_news.set()
