@@ -24,12 +24,11 @@ def _auto(kind: str, **bounds: float) -> tuple[BeforeValidator, WithJsonSchema]:
 class Hyperparameters(RequestBody):
     """None: 3 epochs, 8 examples in a step, the rate that `nsm tune` has by default."""
 
-    n_epochs: Annotated[int | None, *_auto("integer", minimum=1, maximum=100), Field(ge=1, le=100)] = None
-    batch_size: Annotated[int | None, *_auto("integer", minimum=1, maximum=256), Field(ge=1, le=256)] = None
+    n_epochs: Annotated[Annotated[int, Field(ge=1, le=100)] | None, *_auto("integer", minimum=1, maximum=100)] = None
+    batch_size: Annotated[Annotated[int, Field(ge=1, le=256)] | None, *_auto("integer", minimum=1, maximum=256)] = None
     learning_rate_multiplier: Annotated[
-        float | None,
+        Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None,
         *_auto("number", exclusiveMinimum=0, maximum=1000),
-        Field(gt=0, le=1000, allow_inf_nan=False),
     ] = None
 
 
