@@ -2,13 +2,13 @@
 
 Turns of an engine that computes nothing, whose states are one of pulse-books', through the whole gateway without a
 socket. `written`: bytes that reach the disk for a turn, by the kernel's count of the process that writes (this one for
-SQLite, the server for Redis, whose append-only file is synced as named), snapshots included. `commit`: from the last
-token to the end of the commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn. `in use`,
-`at rest`: the tenant's bytes over one state, after the last turn and when nobody has used the session for a while.
-`snapshots`: of all turns, without the last one at the stop. `cold`: pulse-books, a turn of one token on a gateway
-that never saw the session, after `--context` tokens; with `--large-mb` also a state of that size and an engine that
-computes nothing. `--against DIR` measures another checkout beside this one, in
-turns.
+SQLite, the server for Redis, whose append-only file is synced as named), snapshots included. `stop`: the same for what
+follows once: the snapshot at the stop, and older ones that go later. `commit`: from the last token to the end of the
+commit. `turns/s`: two gateways on one Redis, several sessions each, 16 tokens a turn. `in use`, `at rest`: the tenant's
+bytes over one state, after the last turn and when nobody has used the session for a while. `snapshots`: of all turns,
+and the one at the stop. `cold`: pulse-books, a turn of one token on a gateway that never saw the session, after
+`--context` tokens; with `--large-mb` also a state of that size and an engine that computes nothing. `--against DIR`
+measures another checkout beside this one, in turns.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.state_packing import state_after
+from benchmarks.turn_commit_worker import written_bytes
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import command_line, source_commit
@@ -66,12 +67,6 @@ def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def written_bytes(process_id: int) -> int:
-    """Bytes that the process caused to be written to storage."""
-    lines = Path(f"/proc/{process_id}/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("write_bytes")))
-
-
 @contextlib.contextmanager
 def redis(directory: str, policy: str) -> Iterator[tuple[str, int]]:
     """URL and process id of a server with an append-only file."""
@@ -99,19 +94,22 @@ def one_session(root: Path, kind: str, args: argparse.Namespace) -> dict[str, An
         if kind.startswith("redis"):
             with redis(directory, kind.split()[1]) as (url, process_id):
                 before = written_bytes(process_id)
-                found = result(start(root, *options, "--store", url))
-                num_written = written_bytes(process_id) - before
+                found = result(start(root, *options, "--store", url, "--writer", str(process_id)))
+                found["num_written"] -= before
+                num_at_stop = written_bytes(process_id) - before - found["num_written"]
         else:
             worker = start(root, *options, "--store", f"sqlite:///{directory}/sessions.db")
-            num_written = 0
+            num_all = 0
             while worker.poll() is None:
                 with contextlib.suppress(OSError, StopIteration):
-                    num_written = written_bytes(worker.pid)
+                    num_all = written_bytes(worker.pid)
                 time.sleep(0.02)
             found = result(worker)
+            num_at_stop = max(0, num_all - found["num_written"])
     commits = found["commit_ms"]
     return {
-        "written_kb": round(num_written / num_turns / 1000, 1),
+        "written_kb": round(found["num_written"] / num_turns / 1000, 1),
+        "stop_kb": round(num_at_stop / num_turns / 1000, 1),
         "cpu_ms": round(1000 * found["cpu_s"] / num_turns, 2),
         "commit_p50_ms": round(commits[len(commits) // 2], 2),
         "commit_p99_ms": round(commits[int(0.99 * (len(commits) - 1))], 2),

@@ -81,26 +81,31 @@ async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
     """Turns one after the other in each of several sessions."""
     backend, commits = state_backend(args.tokenizer, args.state.read_bytes()), []
     async with gateway(backend, args.store, **snapshot_limit()) as (app, client):
-        registry = app.state.services.metrics.registry
+        services = app.state.services
+        sessions = services.metrics.sessions
+        name = "turn_committed" if hasattr(sessions, "turn_committed") else "state_committed"  # of earlier builds
+        committed = getattr(sessions, name)
 
-        def committed_s() -> float:
-            return float(registry.get_sample_value("nsm_state_commit_seconds_sum") or 0.0)
+        def noted(seconds: float, **options: Any) -> None:
+            commits.append(seconds)
+            committed(seconds, **options)
+
+        setattr(sessions, name, noted)  # reading the registry would take longer than the commit
 
         async def one(session_id: str) -> None:
             (await client.post("/v1/sessions", json={"id": session_id})).raise_for_status()
             for _ in range(args.turns):
-                before = committed_s()
                 await say(client, session_id, {"input": "And then?", "max_tokens": args.tokens})
-                commits.append(committed_s() - before)
 
         cpu_s, started = time.process_time(), time.perf_counter()
         await asyncio.gather(*(one(f"{args.name}-{number}") for number in range(args.sessions)))
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
-        services = app.state.services
+        await written(services)
+        num_written = written_bytes(args.writer)
         in_use = await services.store.usage(tenant="default")
         await rest(services)
         at_rest = await services.store.usage(tenant="default")
-        snapshots = registry.get_sample_value("nsm_snapshots_total", {"outcome": "stored"})
+        snapshots = services.metrics.registry.get_sample_value("nsm_snapshots_total", {"outcome": "stored"})
     return {
         "wall_s": wall_s,
         "cpu_s": cpu_s,
@@ -109,7 +114,22 @@ async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_in_use": in_use.num_bytes,
         "bytes_at_rest": at_rest.num_bytes,
         "snapshots": snapshots,
+        "num_written": num_written,
     }
+
+
+def written_bytes(process_id: int | None) -> int:
+    """Bytes that the process, None for this one, caused to be written to storage."""
+    lines = Path(f"/proc/{process_id or 'self'}/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("write_bytes")))
+
+
+async def written(services: Any) -> None:
+    """Waits for the snapshots that follow the turns. Earlier builds have none."""
+    with contextlib.suppress(AttributeError):
+        writing = services.turns.keeper._writer._task
+        if writing is not None:
+            await asyncio.wait((writing,))
 
 
 async def rest(services: Any) -> None:
@@ -183,6 +203,7 @@ if __name__ == "__main__":
     parser.add_argument("--mode", choices=("turns", "cold", "large"), required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--store", required=True)
+    parser.add_argument("--writer", type=int, default=None, help="process that writes, if it is another one")
     parser.add_argument("--name", default="s")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--sessions", type=int, default=1)
