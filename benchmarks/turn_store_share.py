@@ -1,7 +1,7 @@
 """How much of a turn the session store takes: `python -m benchmarks.turn_store_share`. A table, then one line of JSON.
 
 Turns of 64 tokens of pulse-books in this process, over HTTP without a socket. A turn waits for the store before
-it begins (`fetch`: lease, head and state; `begin_turn`: its record) and before its end is told (`commit`: making the
+it begins (`fetch`: lease, head, state and its record) and before its end is told (`commit`: making the
 snapshot, writing it with log, head and result). These are the share. What is written meanwhile (`append_turn`: the
 tokens as they come; `renew`) is told apart: the turn does not wait for it. Redis: a server on loopback, with its
 append-only file synced at each write or each second.
@@ -38,9 +38,9 @@ from service.settings import Settings
 from service.stores.sessions.base import SessionStore
 
 KINDS = ("sqlite FULL", "redis always", "redis everysec")
-TIMED = ("begin_turn", "append_turn", "renew")
+TIMED = ("append_turn", "renew")
 MEASURED = {"fetch": "nsm_state_fetch_seconds_sum", "commit": "nsm_state_commit_seconds_sum"}  # by the server itself
-WAITED_FOR = ("fetch", "begin_turn", "commit")
+WAITED_FOR = ("fetch", "commit")
 BESIDE = ("append_turn", "renew")
 NUM_WARM_UP = 2
 TEXT = "And what did they say to him then, when he came home at last?"
