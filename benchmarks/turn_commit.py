@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.state_packing import state_after
-from benchmarks.turn_commit_worker import written_bytes
+from benchmarks.turn_commit_worker import SNAPSHOT_TOKENS, written_bytes
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import command_line, source_commit
@@ -89,7 +89,8 @@ def redis(directory: str, policy: str) -> Iterator[tuple[str, int]]:
 def one_session(root: Path, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Turns of one session, one after the other."""
     num_turns = args.turns if root == ROOT else args.other_turns
-    options = ("--mode", "turns", "--turns", str(num_turns), "--state", str(args.state))
+    limit = ("--snapshot-tokens", str(args.snapshot_tokens))
+    options = ("--mode", "turns", "--turns", str(num_turns), "--state", str(args.state), *limit)
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         if kind.startswith("redis"):
             with redis(directory, kind.split()[1]) as (url, process_id):
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, default=None, help="another checkout")
     parser.add_argument("--turns", type=int, default=1000)
     parser.add_argument("--other-turns", type=int, default=1000, help="of the other checkout")
+    parser.add_argument("--snapshot-tokens", type=int, default=SNAPSHOT_TOKENS, help="NSM_SNAPSHOT_TOKENS")
     parser.add_argument("--short-turns", type=int, default=40, help="of each session of the two gateways")
     parser.add_argument("--cold-turns", type=int, default=5, help="0: none")
     parser.add_argument("--context", type=int, default=32_768)
@@ -169,6 +171,11 @@ def main() -> None:
         args.state = Path(directory) / "state"
         args.state.write_bytes(asyncio.run(real_state()))
         measure(args)
+
+
+def shown(figure: float | None) -> str:
+    """Some figures earlier builds do not have."""
+    return "-" if figure is None else str(figure)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -187,7 +194,9 @@ def measure(args: argparse.Namespace) -> None:
     print(f"$ {command_line()}")
     for kind in KINDS:
         for figure in rows["this"][kind]:
-            print(f"{kind:<16}{figure:<16}" + "".join(f"{name:>8}{rows[name][kind][figure]:>10}" for name in roots))
+            print(
+                f"{kind:<16}{figure:<16}" + "".join(f"{name:>8}{shown(rows[name][kind][figure]):>10}" for name in roots)
+            )
     for name in roots:
         print(name, json.dumps({key: value for key, value in rows[name].items() if key not in KINDS}))
     fields = {

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-SNAPSHOT_TOKENS = 128
+SNAPSHOT_TOKENS = 102
 
 
 def state_backend(tokenizer: Path, state: bytes) -> Any:
@@ -68,19 +68,19 @@ async def say(client: Any, session_id: str, body: dict[str, Any]) -> Any:
     return response.json()
 
 
-def snapshot_limit() -> dict[str, int]:
+def snapshot_limit(num_tokens: int = SNAPSHOT_TOKENS) -> dict[str, int]:
     """An engine that computes nothing has no speed: the limit of a server that has measured none yet. Earlier builds
     have no limit.
     """
     from service.settings import Settings
 
-    return {"snapshot_tokens": SNAPSHOT_TOKENS} if "snapshot_tokens" in Settings.model_fields else {}
+    return {"snapshot_tokens": num_tokens} if "snapshot_tokens" in Settings.model_fields else {}
 
 
 async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
     """Turns one after the other in each of several sessions."""
     backend, commits = state_backend(args.tokenizer, args.state.read_bytes()), []
-    async with gateway(backend, args.store, **snapshot_limit()) as (app, client):
+    async with gateway(backend, args.store, **snapshot_limit(args.snapshot_tokens)) as (app, client):
         services = app.state.services
         sessions = services.metrics.sessions
         name = "turn_committed" if hasattr(sessions, "turn_committed") else "state_committed"  # of earlier builds
@@ -210,6 +210,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--state", type=Path, default=None)
     parser.add_argument("--context", type=int, default=32_768)
+    parser.add_argument("--snapshot-tokens", type=int, default=SNAPSHOT_TOKENS)
     parser.add_argument("--state-bytes", type=int, default=0)
     given = parser.parse_args()
     modes = {"turns": take_turns, "cold": cold, "large": large}

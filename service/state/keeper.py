@@ -31,8 +31,8 @@ from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Shed
 
 IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
-BUSY_FACTOR = 256  # of the limit: tokens after which a session that is never idle gets a snapshot, 13 s of reading
-REPLAY_S = 0.05  # the time to read again that the limit stands for
+BUSY_FACTOR = 320  # of the limit: tokens after which a session that is never idle gets a snapshot, 13 s of reading
+REPLAY_S = 0.04  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
 MIN_LIMIT = 16
 DRAIN_S = 10.0

@@ -116,7 +116,7 @@ async def test_a_busy_session_gets_a_snapshot_after_many_tokens() -> None:
             await harness.say(1, 2, 3)
             await written(harness.turns)
         head = await newest(harness)
-        assert 256 < head.snapshot_position <= 256 + 8
+        assert 320 < head.snapshot_position <= 320 + 8
         assert head.snapshot_version == head.version
 
 
@@ -249,13 +249,13 @@ class HeldWrites:
 async def test_a_busy_session_has_one_snapshot_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
         writes = HeldWrites(harness, monkeypatch)
-        while (await newest(harness)).position <= 300:
+        while (await newest(harness)).position <= 370:
             await harness.say(1, 2, 3)
         writes.may_go.set()
         await written(harness.turns)
         head = await newest(harness)
         assert harness.sample("nsm_snapshots_total", outcome="stored") == 1.0
-        assert 256 < head.snapshot_position < head.position
+        assert 320 < head.snapshot_position < head.position
 
 
 async def test_a_writer_that_falls_behind_drops_the_oldest_snapshots_and_nothing_else(
