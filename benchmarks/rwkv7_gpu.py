@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.rwkv7_models import SIZES, VOCABULARY, config_of
 from nsm_core.execution.cuda.options import CudaOptions
 from nsm_core.execution.rwkv7.cuda.executor import Rwkv7CudaExecutor
 from nsm_core.rwkv7.config import Rwkv7Config
@@ -27,35 +28,11 @@ from nsm_core.rwkv7.layouts import HUGGING_FACE
 from nsm_core.rwkv7.model import Rwkv7Model
 from tests.support.rwkv7 import random_tensors
 
-VOCABULARY = 65536
-# Width, layers, and the inner sizes behind decay, rate, value residual and gate, as the public files have them
-SIZES = {
-    "0.1B": (768, 12, 64, 64, 32, 128),
-    "0.4B": (1024, 24, 64, 64, 32, 128),
-    "1.5B": (2048, 24, 96, 96, 64, 256),
-    "2.9B": (2560, 32, 96, 96, 64, 320),
-}
-HEAD_SIZE = 64
 ROWS, PROMPTS = (1, 8, 64, 256), (1024, 32768, 131072)
 STEPS, WARM_STEPS = 30, 5
 COPIED_BYTES = 1 << 30
 
 Row = dict[str, Any]
-
-
-def config_of(size: str) -> Rwkv7Config:
-    width, num_layers, decay, rate, value, gate = SIZES[size]
-    return Rwkv7Config(
-        vocab_size=VOCABULARY,
-        width=width,
-        num_layers=num_layers,
-        head_size=HEAD_SIZE,
-        hidden=4 * width,
-        decay_rank=decay,
-        rate_rank=rate,
-        value_rank=value,
-        gate_rank=gate,
-    )
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 3) -> list[float]:

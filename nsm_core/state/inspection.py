@@ -19,6 +19,7 @@ from nsm_core.state.spec import POSITION, State, StateSpec
 # A slot that moved by less than this share of its start's length counts as untouched: rounding moves it by less.
 UNTOUCHED = 1e-4
 _PREFIX, _SLOTS, _GATED, _CACHE, _TAIL = "layers.", "slots", "gated", "kv", "conv_tail"
+_MATRIX = "matrix"  # of RWKV-7: rows by channels of the key, which are written and read as keyed slots are
 
 
 def inspect_state(
@@ -73,13 +74,13 @@ def _describe(
         window = state[prefix + _CACHE].shape[3]
         filled = min(int(state[POSITION][0]), window)
         return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled, part=part)
-    name = prefix + (_GATED if prefix + _GATED in state else _SLOTS)
-    if name not in state:
+    name = next((prefix + own for own in (_GATED, _SLOTS, _MATRIX) if prefix + own in state), None)
+    if name is None:
         return None
     now, start = (value[name][0].detach().to("cpu", torch.float64) for value in (state, initial))
-    kind: Literal["slots", "keyed", "gated"]
-    if name.endswith(_GATED):
-        kind = "gated"
+    kind: Literal["slots", "keyed", "gated", "matrix"]
+    if name.endswith((_GATED, _MATRIX)):
+        kind = "gated" if name.endswith(_GATED) else "matrix"
     else:  # slots that are keyed by routes start empty, all others where training put them
         kind = "slots" if start.any() else "keyed"
     has_keys = kind == "slots" and state[prefix + _TAIL].shape[-1] != start.shape[0] * start.shape[2]

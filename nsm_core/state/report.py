@@ -45,11 +45,13 @@ class SlotUse:
 class LayerUse:
     """One layer: `use` (and `heads`, if asked for) of slot memories, `window` and `filled` of attention, in tokens.
 
+    Of a head's matrix (RWKV-7) the slots are its rows, one for each channel of the key.
+
     `part`: of several in one layer, which.
     """
 
     layer: int
-    kind: Literal["slots", "keyed", "gated", "attention"]
+    kind: Literal["slots", "keyed", "gated", "matrix", "attention"]
     num_bytes: int
     use: SlotUse | None = None
     heads: tuple[SlotUse, ...] | None = None

@@ -5,10 +5,12 @@ import torch
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from nsm_core.model.nsm import NsmModel
+from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.state.inspection import inspect_state
 from nsm_core.state.report import Detail
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_lab.evaluation.models import random_model, small_config
+from tests.support import rwkv7
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +133,26 @@ def test_several_in_one_layer_are_told_apart(tiny_tokenizer: Tokenizer, pattern:
     assert [(use.part, use.kind) for use in report.layers] == letters
     whole = sum(tensor.num_bytes for tensor in model.state_spec.tensors if tensor.name.startswith("layers.1."))
     assert 0 < sum(use.num_bytes for use in report.layers) <= whole
+
+
+def test_a_heads_matrix_is_described_by_its_rows() -> None:
+    config = rwkv7.small_config()
+    model = Rwkv7Model(config, rwkv7.random_tensors(config))
+    start = model.initial_state(1)
+    rested = inspect_state(model.state_spec, None, start).layers
+    assert [(layer.kind, layer.layer) for layer in rested] == [("matrix", 0), ("matrix", 1)]
+    with torch.no_grad():
+        _, state = model.forward(torch.arange(9)[None], start)
+    state["layers.1.matrix"][0, 2, 5:] = 0.0
+    report = inspect_state(model.state_spec, model.state_spec.pack(state), start, detail=Detail.HEAD)
+    assert report.position == 9
+    layer = report.layers[1]
+    assert layer.heads is not None
+    assert [head.num_slots for head in layer.heads] == [config.head_size] * config.num_heads
+    rows = state["layers.1.matrix"][0].double().norm(dim=-1)
+    for head, norms in zip(layer.heads, rows, strict=True):
+        assert head.mean.value_norm == pytest.approx(float(norms.mean()))
+        assert (head.mean.moved, head.mean.key_norm) == (None, None)
+    assert layer.heads[2].untouched_share == (config.head_size - 5) / config.head_size
+    assert layer.heads[2].effective_slots is not None
+    assert 1 <= layer.heads[2].effective_slots <= 5
