@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--read", nargs="+", type=int, default=[4, 16, 64, 256], help="examples; the best number is taken"
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.03], help="of tuned states; the best is taken")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.1], help="of tuned states; the best is taken")
     parser.add_argument("--lora-rates", nargs="+", type=float, default=[0.001])
     parser.add_argument("--rank", type=int, default=8, help="of LoRA")
     parser.add_argument("--epochs", type=int, default=3)

@@ -23,7 +23,7 @@ class TuneConfig:
 
     num_epochs: int = 3
     batch_size: int = 8
-    rate: float = 0.01
+    rate: float = 0.1
     seed: int = 0
     patience: int = 5
     eval_every: int | None = None

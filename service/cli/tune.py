@@ -32,7 +32,7 @@ def tune(
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the examples.")] = 3,
     batch: Annotated[int, typer.Option(help="Examples in a step.")] = 8,
-    rate: Annotated[float, typer.Option(help="Step size of Adam.")] = 0.03,
+    rate: Annotated[float, typer.Option(help="Step size of Adam.")] = 0.1,
     patience: Annotated[int, typer.Option(help="Stop after so many held-out losses without a better one.")] = 5,
     seed: Annotated[int, typer.Option(help="Order of the examples, and which are held out.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest example.")] = 1024,

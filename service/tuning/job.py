@@ -16,7 +16,8 @@ from service.stores.records.base import ABSENT, Record
 
 ENDED = ("succeeded", "failed", "cancelled")
 MAX_EVENTS = 200  # a run has some 20 reports; the oldest go first
-AUTO_EPOCHS, AUTO_BATCH, BASE_RATE = 3, 8, 0.03
+_DEFAULT = TuneConfig()
+AUTO_EPOCHS, AUTO_BATCH, BASE_RATE = _DEFAULT.num_epochs, _DEFAULT.batch_size, _DEFAULT.rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tuning import file_of, pairs
 
 ENDED = ("succeeded", "failed", "cancelled")
-QUICK: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 3.0}
+QUICK: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 1.0}
 LONG: dict[str, Any] = {**QUICK, "n_epochs": 100, "batch_size": 1}
 
 
