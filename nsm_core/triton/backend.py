@@ -21,6 +21,7 @@ from nsm_core.execution.devices import on_device
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.triton.call_stats import MeasuredResponder
 from nsm_core.triton.config import WorkerConfig, read_config
+from nsm_core.triton.instances import directory_of
 from nsm_core.triton.metrics import TritonMetrics
 from nsm_core.triton.responder import TritonResponder
 from nsm_core.triton.stop_signal import StopSignal
@@ -73,7 +74,9 @@ class Backend:
                 device_of(config, args),
                 config.executor,
                 lambda device: open_model(config.model, device),
-                lambda loaded: Worker(loaded, config),
+                lambda loaded: Worker(
+                    loaded, config, instance=(args["model_instance_name"], directory_of(os.getppid()))
+                ),
             )
         except MemoryError as error:
             raise ConfigError(f"config.pbtxt: parameter max_slots is too large: {error}") from error

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
@@ -29,6 +30,7 @@ from nsm_core.state.inspection import inspect_state
 from nsm_core.triton.call_stats import CallStats, MeasuredResponder
 from nsm_core.triton.config import MIB, WorkerConfig
 from nsm_core.triton.forwarding import Pacing, forward_stream, forward_whole
+from nsm_core.triton.instances import Instances
 from nsm_core.triton.limits import CallLimits
 from nsm_core.triton.link import Link
 from nsm_core.triton.responder import Responder
@@ -67,7 +69,10 @@ class _Open:
 class Worker:
     """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each."""
 
-    def __init__(self, loaded: LoadedModel[SequenceModel], config: WorkerConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel[SequenceModel], config: WorkerConfig, *, instance: tuple[str, Path] | None = None
+    ) -> None:
+        """`instance`: its name and the directory of all, see `Instances`; None where there is no other."""
         chosen = choose_executor(loaded, config.executor)
         self._engine_config = engine_config(config.engine, loaded)
         self._model, self._tokenizer, self._fingerprint = chosen.model, loaded.tokenizer, loaded.fingerprint
@@ -97,6 +102,7 @@ class Worker:
         self._links: dict[str, Link] = {}  # the loop's
         self._listeners: dict[int, Link] = {}
         self._indices = itertools.count(1)  # of listeners
+        self._instances = None if instance is None else Instances(*instance, self.accept)
         self._is_draining = False
         self._drained: concurrent.futures.Future[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -106,7 +112,12 @@ class Worker:
         """Ready for calls when it returns."""
         trim_heap()  # whoever loaded the model has let it go by now
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        if self._instances is not None:
+            await self._instances.start()
 
     def begin_stop(self) -> concurrent.futures.Future[None]:
         """New calls are refused; those that run may go on for `drain_s`, then they end with `abort`, and the result is
@@ -154,6 +165,9 @@ class Worker:
         for link in [] if is_batch_only else list(self._links.values()):
             if link.responder.is_cancelled():
                 self._loop.call_soon_threadsafe(link.leave)
+        for relay in [] if is_batch_only or self._instances is None else list(self._instances.relays):
+            if relay.responder.is_cancelled():
+                self._loop.call_soon_threadsafe(relay.leave)
 
     def status(self) -> WorkerStatus:
         """Any thread."""
@@ -169,7 +183,14 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
-        """A call's whole life. However it ends, its client gets one last answer."""
+        """A call's whole life. However it ends, its client gets one last answer.
+
+        One that names another instance of the server is handed on to it.
+        """
+        instance = parameters.get("instance")
+        if instance is not None and self._instances is not None and instance != self._instances.name:
+            await self._hand_on(self._instances, str(instance), tensors, parameters, responder)
+            return
         responder, plain = MeasuredResponder(responder, self.calls), responder
         try:
             call = decode_call(tensors, parameters, draw_seed=lambda: secrets.randbits(SEED_BITS))
@@ -188,6 +209,17 @@ class Worker:
             responder.fail(Failure(error=EngineDead("the worker is stopping, and its engine hangs")))
         except Exception as error:
             logger.exception("a call failed")
+            responder.fail(Failure(error=error))
+
+    async def _hand_on(
+        self, instances: Instances, name: str, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder
+    ) -> None:
+        try:
+            await instances.hand_on(name, tensors, parameters, responder)
+        except NsmError as error:
+            responder.fail(Failure(error=error))
+        except Exception as error:
+            logger.exception("a call was not handed on")
             responder.fail(Failure(error=error))
 
     async def _serve_link(self, call: LinkCall, responder: Responder) -> None:
@@ -258,6 +290,7 @@ class Worker:
             max_slots=engine.max_slots,
             queue_limit=engine.queue_limit,
             max_prompt_tokens=self._config.max_prompt_tokens,
+            instances=() if self._instances is None else self._instances.names(),
         )
 
     async def _generate(self, call: GenerateCall, responder: Responder) -> None:
@@ -323,6 +356,8 @@ class Worker:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_s
+        if self._instances is not None:
+            await self._instances.stop()
         for link in self._links.values():
             link.drain()
         while self._tasks and time.monotonic() < deadline and self._engine.is_ready():

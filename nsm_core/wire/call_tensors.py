@@ -52,7 +52,7 @@ _OPERATION_OF: Mapping[type[Call], str] = {
 }
 OPERATIONS = tuple(_OPERATION_OF.values())
 # Request parameters that are the server's business
-IGNORED_PARAMETERS = {"id"}
+IGNORED_PARAMETERS = {"id", "instance"}
 IGNORED_PREFIX = "triton_"
 
 

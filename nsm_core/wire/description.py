@@ -28,7 +28,8 @@ class WorkerDescription:
     """The answer to DescribeCall: the model, and what the worker takes. Constant while a worker lives.
 
     `tokenizer`: the text of its `tokenizer.json`, a few hundred KB. `max_slots` requests run at once, `queue_limit` may
-    wait; each has at most `max_prompt_tokens`.
+    wait; each has at most `max_prompt_tokens`. `instances`: the names of all that the
+    server has; a call may name one of them in its parameter `instance`.
     """
 
     model: ModelInfo
@@ -36,6 +37,7 @@ class WorkerDescription:
     max_slots: int
     queue_limit: int
     max_prompt_tokens: int
+    instances: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ def decode_description(tensors: Tensors) -> WorkerDescription:
             refuse("contract", str(CONTRACT_VERSION), contract)
         model = details["model"]
         info = ModelInfo(**{**model, "state_layout": parse_layout(model["state_layout"])})
-        return WorkerDescription(**{**details, "model": info})
+        instances = tuple(details["instances"])
+        return WorkerDescription(**{**details, "model": info, "instances": instances})
 
 
 def encode_status(status: WorkerStatus) -> dict[str, Any]:

@@ -23,6 +23,10 @@ def serve(
     parameter: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of model_repository/nsm/config.pbtxt; may be repeated.")
     ] = None,
+    instances: Annotated[int, typer.Option(min=1, max=16, help="Processes that run the model, on each device.")] = 1,
+    gpus: Annotated[
+        str | None, typer.Option(help="Numbers of GPUs, with commas.", show_default="all, or the CPU")
+    ] = None,
     home: Annotated[
         Path | None,
         typer.Option(help="Where scripts/triton-server installed it.", show_default="in the environment"),
@@ -32,7 +36,7 @@ def serve(
     tls_client_ca: Annotated[Path | None, typer.Option(help="PEM file: clients need a certificate of this CA.")] = None,
 ) -> None:
     """Serve the model with Triton until Ctrl-C. For development: production uses the vendor's container."""
-    from service.backends.triton.dev_server import ServerTls, TritonServer, default_home, run
+    from service.backends.triton.dev_server import InstanceGroup, ServerTls, TritonServer, default_home, run
 
     parameters = dict(_split(item) for item in parameter or ())
     if model is not None:
@@ -46,7 +50,7 @@ def serve(
         tls=ServerTls.of(cert=tls_cert, key=tls_key, client_ca=tls_client_ca),
     )
     note(f"gRPC {host}:{grpc_port}, HTTP {server.http_host}:{http_port}, metrics {host}:{metrics_port}/metrics")
-    raise typer.Exit(run(server, parameters))
+    raise typer.Exit(run(server, parameters, instances=InstanceGroup(instances, _numbers(gpus))))
 
 
 @app.command()
@@ -70,6 +74,14 @@ def probe(
         raise typer.BadParameter("needed with the other --tls options", param_hint="'--tls-ca'")
     tls = None if tls_ca is None else TritonTls.read(ca=tls_ca, cert=tls_cert, key=tls_key, server_name=tls_name)
     note(asyncio.run(ask_worker(kind, url, tls=tls, timeout_s=timeout_s)))
+
+
+def _numbers(gpus: str | None) -> tuple[int, ...]:
+    numbers = () if gpus is None else tuple(gpus.split(","))
+    if not all(number.isascii() and number.isdigit() for number in numbers) or len(set(numbers)) < len(numbers):
+        message = f"must be different numbers with commas, as in 0,1, got {gpus!r}"
+        raise typer.BadParameter(message, param_hint="'--gpus'")
+    return tuple(map(int, numbers))
 
 
 def _split(item: str) -> tuple[str, str]:

@@ -279,3 +279,32 @@ def test_X14_the_charts_lists_are_those_of_the_programs() -> None:
     assert {name.upper() for name in Settings.model_fields if name not in OF_CHART} == {
         name.removeprefix(ENV_PREFIX) for name in SETTINGS
     }
+
+
+def test_each_gpu_has_an_engine_or_an_instance() -> None:
+    values: dict[str, Any] = {
+        "gateway": {"gpu": {"resource": "nvidia.com/gpu", "count": 2}, "settings": {"NSM_DEVICE": "cuda:0,cuda:1"}}
+    }
+    found = rendered(values)
+    assert not isinstance(found, str)
+    (deployment,) = [item for item in found if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert {"name": "NSM_DEVICE", "value": "cuda:0,cuda:1"} in container["env"]
+    for count, kind in ((0, "instance_group [ { count: 1 } ]"), (2, "instance_group [ { count: 1 kind: KIND_GPU } ]")):
+        triton = {"enabled": True, "gpu": {"resource": "nvidia.com/gpu", "count": count}}
+        found = rendered({"triton": triton})
+        assert not isinstance(found, str)
+        (config,) = [item["data"]["config.pbtxt"] for item in found if "config.pbtxt" in item.get("data", {})]
+        assert kind in config
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("cuda", "needs as many GPUs"), ("auto", "needs as many GPUs"), ("cuda:1,cuda:1", "must name each GPU once")],
+)
+def test_gpus_that_no_engine_would_use_are_refused(device: str, words: str) -> None:
+    gpu = {"resource": "nvidia.com/gpu", "count": 2}
+    found = rendered({"gateway": {"gpu": gpu, "settings": {"NSM_DEVICE": device}}})
+    assert isinstance(found, str)
+    assert words in found

@@ -27,7 +27,7 @@ from nsm_core.wire.calls import Call, GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.errors import decode_failure
 from nsm_core.wire.tensors import Tensors
-from service.backends.triton.dev_server import TritonServer, default_home, write_repository
+from service.backends.triton.dev_server import InstanceGroup, TritonServer, default_home, write_repository
 from tests.support.event_decoder import EventDecoder
 from tests.support.models import save_small_model
 from tests.support.redis_servers import die_with_the_tests, free_port
@@ -42,7 +42,7 @@ DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
 class RunningTriton:
     """One server and its supervisor. `parameters`: of the model's configuration."""
 
-    def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, parameters: Mapping[str, str], instances: InstanceGroup | None = None) -> None:
         ports = [free_port() for _ in range(3)]
         self.server = TritonServer(
             home=default_home(),
@@ -53,7 +53,7 @@ class RunningTriton:
         )
         self.log = directory / "triton.log"
         self._process: subprocess.Popen[bytes] | None = None
-        write_repository(self.server.repository, parameters)
+        write_repository(self.server.repository, parameters, instances=instances or InstanceGroup())
 
     @property
     def grpc_url(self) -> str:
@@ -240,7 +240,9 @@ def triton(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> It
 
 
 @contextlib.contextmanager
-def running_triton(directory: Path, model_dir: Path, **parameters: str) -> Iterator[RunningTriton]:
+def running_triton(
+    directory: Path, model_dir: Path, *, instances: InstanceGroup | None = None, **parameters: str
+) -> Iterator[RunningTriton]:
     defaults = {
         "model": str(model_dir),
         "num_threads": "1",
@@ -248,7 +250,7 @@ def running_triton(directory: Path, model_dir: Path, **parameters: str) -> Itera
         "queue_limit": str(QUEUE_LIMIT),
         "kept_states_mb": "1",
     }
-    server = RunningTriton(directory, {**defaults, **parameters})
+    server = RunningTriton(directory, {**defaults, **parameters}, instances)
     try:
         server.start()
         yield server

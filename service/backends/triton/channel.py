@@ -59,13 +59,15 @@ class TritonChannel:
             self._channel = grpc.aio.secure_channel(url, tls.credentials(), options=(*options, *tls.options()))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def open(self, *, timeout_s: float | None) -> TritonStream:
-        """A stream of calls, which ends after `timeout_s` whatever the server does."""
-        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s))
+    def open(self, *, timeout_s: float | None, instance: str | None = None) -> TritonStream:
+        """A stream of calls, which ends after `timeout_s` whatever the server does. `instance`: the one that gets the
+        calls; None for any.
+        """
+        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s), instance)
 
-    async def ask(self, tensors: Tensors, *, timeout_s: float) -> Tensors:
+    async def ask(self, tensors: Tensors, *, timeout_s: float, instance: str | None = None) -> Tensors:
         """The first answer to a call. Raises what `TritonStream.receive` raises."""
-        stream = self.open(timeout_s=timeout_s)
+        stream = self.open(timeout_s=timeout_s, instance=instance)
         try:
             await stream.send(tensors)
             return await stream.receive()
@@ -80,8 +82,8 @@ class TritonChannel:
 class TritonStream:
     """Calls and their answers. Whoever leaves it calls `cancel`; the worker soon notices."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, instance: str | None) -> None:
+        self._call, self._instance = call, instance
         self.refused_id = ""  # of the call that the last error was an answer to; none where the stream broke
         self._is_over = asyncio.Event()
         call.add_done_callback(lambda _: self._is_over.set())
@@ -89,7 +91,7 @@ class TritonStream:
     async def send(self, tensors: Tensors, *, call_id: str = "") -> None:
         """Raises what `receive` raises."""
         try:
-            await self._write(_request(tensors, call_id))
+            await self._write(_request(tensors, call_id, self._instance))
         except asyncio.InvalidStateError as error:  # it is over already: the next `receive` tells why
             raise EngineDead("the connection to the Triton server broke") from error
         except grpc.aio.AioRpcError as error:
@@ -134,8 +136,10 @@ class TritonStream:
         self._call.cancel()
 
 
-def _request(tensors: Tensors, call_id: str) -> Any:
+def _request(tensors: Tensors, call_id: str, instance: str | None) -> Any:
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=call_id)
+    if instance is not None:
+        request.parameters["instance"].string_param = instance
     for name, array in tensors.items():
         request.inputs.add(name=name, datatype=_DATATYPES[array.dtype.kind], shape=array.shape)
         request.raw_input_contents.append(_raw(array))

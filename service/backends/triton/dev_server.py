@@ -115,7 +115,26 @@ class TritonServer:
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.home), "platbase": str(self.home)}))
 
 
-def write_repository(target: Path, parameters: Mapping[str, str], *, source: Path = REPOSITORY) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """`count` processes that run the model: on each of `gpus`, or on each GPU, or on the CPU if there is none."""
+
+    count: int = 1
+    gpus: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """As in `config.pbtxt`."""
+        kind = f" kind: KIND_GPU gpus: [ {', '.join(map(str, self.gpus))} ]" if self.gpus else ""
+        return f"instance_group [ {{ count: {self.count}{kind} }} ]"
+
+
+def write_repository(
+    target: Path,
+    parameters: Mapping[str, str],
+    *,
+    instances: InstanceGroup = InstanceGroup(),  # frozen
+    source: Path = REPOSITORY,
+) -> None:
     """Copies a model repository with other values for some parameters of the model `nsm`. Raises ConfigError."""
     if not (source / "nsm" / "config.pbtxt").exists():
         raise ConfigError(f"{source} holds no model nsm: run this from a checkout")
@@ -124,7 +143,7 @@ def write_repository(target: Path, parameters: Mapping[str, str], *, source: Pat
     text = config.read_text("utf-8")
     for name, value in parameters.items():
         text = _with_parameter(text, name, value)
-    config.write_text(text, "utf-8")
+    config.write_text(text.replace(InstanceGroup().text(), instances.text()), "utf-8")
 
 
 def _with_parameter(text: str, name: str, value: str) -> str:
@@ -139,7 +158,12 @@ def _with_parameter(text: str, name: str, value: str) -> str:
     return parameter.sub(lambda found: f'{found[1]}"{quoted}"', text)
 
 
-def run(server: TritonServer, parameters: Mapping[str, str]) -> int:
+def run(
+    server: TritonServer,
+    parameters: Mapping[str, str],
+    *,
+    instances: InstanceGroup = InstanceGroup(),  # frozen
+) -> int:
     """Runs the server, with a repository of its own, until it ends; SIGTERM and Ctrl-C end it in good order.
 
     Returns its exit status. Raises ConfigError.
@@ -147,5 +171,5 @@ def run(server: TritonServer, parameters: Mapping[str, str]) -> int:
     with own_directory("nsm-triton-") as directory:
         server = dataclasses.replace(server, repository=directory)
         command = server.command()
-        write_repository(server.repository, parameters)
+        write_repository(server.repository, parameters, instances=instances)
         return Supervisor(command, prefix=server.region_prefix, environment=server.environment()).run()

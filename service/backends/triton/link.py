@@ -59,10 +59,18 @@ class Receiver(Protocol):
 
 
 class TritonLink:
-    """`open` once, then `cut`. `pace`: of diverted tokens; `on_loss`: called when the link breaks by itself."""
+    """`open` once, then `cut`. `instance`: of the server, None for any. `pace`: of diverted tokens; `on_loss`: called
+    when the link breaks by itself.
+    """
 
-    def __init__(self, channel: TritonChannel, pace: StreamPace, on_loss: Callable[[TritonLink], None]) -> None:
-        self._channel, self._pace, self._on_loss = channel, pace, on_loss
+    def __init__(
+        self,
+        channel: TritonChannel,
+        instance: str | None,
+        pace: StreamPace,
+        on_loss: Callable[[TritonLink], None],
+    ) -> None:
+        self._channel, self._instance, self._pace, self._on_loss = channel, instance, pace, on_loss
         self._name = uuid.uuid4().hex
         self._stream: TritonStream | None = None
         self._receivers: dict[int, Receiver] = {}
@@ -87,7 +95,7 @@ class TritonLink:
 
     async def open(self, *, timeout_s: float) -> None:
         """Raises EngineDead or CallFailed, and then it is to be thrown away."""
-        stream = self._channel.open(timeout_s=None)
+        stream = self._channel.open(timeout_s=None, instance=self._instance)
         try:
             async with asyncio.timeout(timeout_s):
                 await stream.send(encode_call(LinkCall(self._name)))

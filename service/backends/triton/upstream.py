@@ -1,4 +1,4 @@
-"""One Triton server as a gateway sees it: its health, model and load."""
+"""One instance of a Triton server as a gateway sees it: its health, model and load."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ _CHANGES = {
 class Upstream:
     """`watch` keeps it true. Belongs to one event loop.
 
-    `pace`: of diverted tokens. `admit` gets the worker's description and raises ConfigError where it must not be used;
-    `on_change` is called whenever the server comes, goes or is refused.
+    `number`: of the instance among those of its server. `pace`: of diverted tokens. `admit` gets the worker's
+    description and raises ConfigError where it must not be used; `on_change` is called whenever the server comes, goes
+    or is refused.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        number: int = 0,
         pace: StreamPace,
         tls: TritonTls | None = None,
-        admit: Callable[[str, WorkerDescription], None],
+        admit: Callable[[Upstream, WorkerDescription], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.url = url
+        self.url, self.number = url, number
+        self._instance: str | None = None  # by its last description
         self.error: NsmError | None = None  # why it is not up, None while nobody knows
         self.counted = EngineStats()  # steps and joules seen of it; its own counters begin anew when it does
         self._admit = admit
@@ -122,7 +125,7 @@ class Upstream:
 
     async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
         """The one answer. Raises what `TritonStream.receive` raises."""
-        return await self._control.ask(encode_call(call), timeout_s=timeout_s)
+        return await self._control.ask(encode_call(call), timeout_s=timeout_s, instance=self._instance)
 
     def suspect(self) -> None:
         """A request was lost: no new request until the next good heartbeat, which is asked for now."""
@@ -155,11 +158,12 @@ class Upstream:
     async def _beat(self) -> None:
         if not self._is_described:
             description = await self._describe()
-            self._admit(self.url, description)
+            self._admit(self, description)
+            self._instance = self._instance_of(description)
             self._description, self._is_described = description, True
         status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
         if self._link is None or not self._link.is_open:
-            link = TritonLink(self._channel, self._pace, self._note_loss)
+            link = TritonLink(self._channel, self._instance, self._pace, self._note_loss)
             await link.open(timeout_s=ANSWER_S)
             self._link = link
         if not self._is_described:  # a request was lost meanwhile, after this was said: it is asked anew at once
@@ -169,7 +173,16 @@ class Upstream:
             raise EngineDead("it was started again")
         self._note(status)
 
+    def _instance_of(self, description: WorkerDescription) -> str | None:
+        """The name of this one; None if there is no other. Raises EngineDead if the server has fewer."""
+        names = description.instances
+        if self.number >= max(1, len(names)):
+            raise EngineDead(f"the server has {len(names)} instances")
+        return names[self.number] if len(names) > 1 else None
+
     async def _describe(self) -> WorkerDescription:
+        """By any instance."""
+        self._instance = None
         try:
             return decode_description(await self.ask(DescribeCall(), timeout_s=ANSWER_S))
         except CallFailed as error:  # of another contract, say

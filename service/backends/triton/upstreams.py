@@ -81,11 +81,8 @@ class Upstreams:
 
     async def start(self) -> None:
         """Returns when one server is ready and no other is unfit. Raises ConfigError, and then nothing is left open."""
-        self._all = tuple(
-            Upstream(url, pace=self.pace, tls=self._tls, admit=self._admit, on_change=self._notify)
-            for url in self._urls
-        )
-        self._watches = [asyncio.create_task(upstream.watch()) for upstream in self._all]
+        for url in self._urls:
+            self._add(url, 0)
         try:
             async with asyncio.timeout(self._wait_s):
                 while not self._is_complete():
@@ -98,6 +95,12 @@ class Upstreams:
         except BaseException:
             await self.stop()
             raise
+
+    def _add(self, url: str, number: int) -> None:
+        """An instance of a server, which is watched from now on."""
+        made = Upstream(url, number=number, pace=self.pace, tls=self._tls, admit=self._admit, on_change=self._notify)
+        self._all = (*self._all, made)
+        self._watches.append(asyncio.create_task(made.watch()))
 
     async def stop(self) -> None:
         """Streams that are still open break. Idempotent."""
@@ -162,8 +165,18 @@ class Upstreams:
                 raise error.failure.error from None
         raise EngineDead("no Triton server is ready")
 
-    def _admit(self, url: str, description: WorkerDescription) -> None:
-        """The first server says what this gateway serves; its life long no other model will do."""
+    def _admit(self, upstream: Upstream, description: WorkerDescription) -> None:
+        """The first server says what this gateway serves; its life long no other model will do.
+
+        Further instances of a server are added when it is first seen to have them.
+        """
+        url = upstream.url
+        self._check(url, description)
+        num_known = sum(known.url == url for known in self._all)
+        for number in range(num_known, len(description.instances)):
+            self._add(url, number)
+
+    def _check(self, url: str, description: WorkerDescription) -> None:
         if self._served is None:
             if self._fingerprint not in (None, description.model.fingerprint):
                 raise _unfit(url, "fingerprint", description.model.fingerprint, f"NSM_MODEL has {self._fingerprint}")

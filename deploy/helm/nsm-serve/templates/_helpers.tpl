@@ -123,6 +123,9 @@ topologySpreadConstraints:
 {{- $old := regexFind (printf "%s\"[^\"]*\"" (regexQuoteMeta $key)) $config -}}
 {{- $config = replace $old (printf "%s%s" $key (include "nsm.plain" $value)) $config -}}
 {{- end -}}
+{{- if dig "count" 0 (.Values.triton.gpu | default dict) -}}
+{{- $config = replace "instance_group [ { count: 1 } ]" "instance_group [ { count: 1 kind: KIND_GPU } ]" $config -}}
+{{- end -}}
 {{- $config -}}
 {{- end -}}
 
