@@ -109,6 +109,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.state_sizes: list[int] = []
         self.operations: list[str] = []
         self.credentials: grpc.ServerCredentials | None = None
+        self._links: dict[str, asyncio.Queue[Any]] = {}  # their answers
         self._worker: Worker | None = None
         self._server: Any = None
 
@@ -168,7 +169,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         operation, is_linked = options["op"], options["op"] == "link"
         self.operations.append(operation)
         if operation == "post" and not self.refuses_words:
-            tensors = self._note_posted(tensors, options, answers)
+            tensors = self._note_posted(tensors, options)
         if operation == "generate":
             self.options.append(options)
             if self.is_mute:
@@ -181,23 +182,29 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
             return
         if is_linked and not self.opens_links:
             return
+        if is_linked:
+            self._links[options["link"]] = answers
         async for response in self._answer(tensors, is_heard=operation == "post" and not self.refuses_words):
             response.infer_response.id = call_id
             answers.put_nowait(response)
-            if is_linked and self.break_after is not None and self._has_events(response):
-                self.break_after -= 1
-                if not self.break_after:
-                    self.break_after = None
-                    answers.put_nowait("broken by the test")
+            if is_linked and self._has_events(response) and self._is_to_break():
+                answers.put_nowait("broken by the test")
+
+    def _is_to_break(self) -> bool:
+        """After this answer with events."""
+        if self.break_after is not None:
+            self.break_after -= 1
+        is_it = self.break_after == 0
+        if is_it:
+            self.break_after = None
+        return is_it
 
     @staticmethod
     def _has_events(response: Any) -> bool:
         raws = response.infer_response.raw_output_contents
         return bool(raws) and isinstance(decode_to_gateway(raws[0]), LinkStep)
 
-    def _note_posted(
-        self, tensors: Tensors, options: dict[str, Any], answers: asyncio.Queue[Any]
-    ) -> dict[str, np.ndarray[Any, Any]]:
+    def _note_posted(self, tensors: Tensors, options: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """The call, without the requests that are answered by the test."""
         messages = decode_to_worker(tensors["messages"].tobytes())
         passed = []
@@ -212,7 +219,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
                     end = Finished(reason=FinishReason.ERROR, error=self.fail_with)
                     step = Step(b"", b"", b"", b"", [], [], [], [], [(message.number, end)], 0)
                     tensor = {"messages": bytes_array(encode_to_gateway(LinkStep(step, [], [])))}
-                    answers.put_nowait(_written(Answer(tensor)))
+                    self._links[options["link"]].put_nowait(_written(Answer(tensor)))
                     continue
             passed.append(message)
         return encode_call(PostCall(options["link"], options["number"], encode_to_worker(passed)))

@@ -72,7 +72,7 @@ class TritonLink:
     ) -> None:
         self._channel, self._instance, self._pace, self._on_loss = channel, instance, pace, on_loss
         self._name = uuid.uuid4().hex
-        self._stream: TritonStream | None = None
+        self._streams: list[TritonStream] = []
         self._receivers: dict[int, Receiver] = {}
         self._numbers = itertools.count()
         self._num_posts = itertools.count()
@@ -109,8 +109,11 @@ class TritonLink:
         if not isinstance(opened, Opened):
             stream.cancel()
             raise EngineDead("the Triton server opened a link with something else")
-        self._stream, self._end = stream, None
-        self._tasks = [asyncio.create_task(self._read_on(stream)), asyncio.create_task(self._write_on(stream))]
+        # Apart from the link: Triton may abort when it refuses a call on the stream of one that runs
+        posts = self._channel.open(timeout_s=None, instance=self._instance)
+        self._streams, self._end = [stream, posts], None
+        loops = self._read_on(stream), self._write_on(posts), self._read_refusals(posts)
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     def start(self, call: GenerateCall, receiver: Receiver) -> int:
         """The number of the request. Raises EngineDead."""
@@ -139,8 +142,8 @@ class TritonLink:
         self._end = error
         for task in self._tasks:
             task.cancel()
-        if self._stream is not None:
-            self._stream.cancel()
+        for stream in self._streams:
+            stream.cancel()
         receivers, self._receivers = list(self._receivers.values()), {}
         for receiver in receivers:
             receiver.lose(error)
@@ -176,11 +179,19 @@ class TritonLink:
             self._posted[number] = started
 
     async def _read_on(self, stream: TritonStream) -> None:
+        try:
+            while True:
+                self._take(await self._receive(stream))
+        except (NsmError, CallFailed) as error:
+            self._break(error)
+
+    async def _read_refusals(self, posts: TritonStream) -> None:
+        """Calls that are taken have no answer."""
         while True:
             try:
-                self._take(await self._receive(stream))
+                await posts.receive()
             except ServerStopping as error:  # it refuses every call that is made now, and those that run go on
-                self._lose_posted(stream.refused_id, error)
+                self._lose_posted(posts.refused_id, error)
                 self.close_when_idle()
             except (NsmError, CallFailed) as error:
                 self._break(error)
