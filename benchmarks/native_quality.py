@@ -100,12 +100,16 @@ def main() -> None:
         "--data", type=Path, default=Path("data/books-sample"), help="directory of *-test.jsonl.zst and *-val.jsonl.zst"
     )
     parser.add_argument("--max-tokens", type=int, default=4096, help="of each document")
+    parser.add_argument(
+        "--joined", action="store_true", help="all documents as one text: its state lives on to its end"
+    )
     parser.add_argument("--executors", nargs="+", choices=NSM_EXECUTORS, default=NSM_EXECUTORS)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded = load_checkpoint(args.model)
     texts = [document.text for split in SPLITS_READ for document in read_documents(args.data, split)]
+    texts = ["\n\n".join(texts)] if args.joined else texts
     documents = [encode_document(loaded.tokenizer, text, args.max_tokens) for text in texts]
     executors = make_executors(loaded.model, args.executors, num_threads=args.threads)
     readings = {name: [read(executor, document) for document in documents] for name, executor in executors.items()}
@@ -113,10 +117,10 @@ def main() -> None:
     rows = [compare(name, readings[name], readings[REFERENCE], num_bytes) for name in readings]
     num_tokens = sum(len(document) for document in documents)
     print(f"$ {command_line()}\n{loaded.name}: {len(documents)} documents, {num_tokens} tokens, {num_bytes} bytes\n")
-    print(f"{'':<20}{'bits per byte':>14}{'more':>10}{'':>10}{'same first':>12}{'largest, nats':>15}")
+    print(f"{'':<24}{'bits per byte':>14}{'more':>10}{'':>10}{'same first':>12}{'largest, nats':>15}")
     for row in rows:
         print(
-            f"{row.executor:<20}{row.bits_per_byte:>14.5f}{row.more:>+10.5f}{100 * row.share:>+9.3f}%"
+            f"{row.executor:<24}{row.bits_per_byte:>14.5f}{row.more:>+10.5f}{100 * row.share:>+9.3f}%"
             f"{100 * row.agreement:>11.2f}%{row.largest:>15.3f}"
         )
     result = {"commit": source_commit(), "model": loaded.name, "fingerprint": loaded.fingerprint, "tokens": num_tokens}
