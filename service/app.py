@@ -15,7 +15,6 @@ from starlette.middleware.cors import CORSMiddleware
 from nsm_core.distribution import version_of
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
-from service.backends.background import BackgroundBackend
 from service.backends.base import HasDevices, HasUpstreams, InferenceBackend
 from service.batches.runner import BatchRunner
 from service.deps import Services
@@ -161,7 +160,6 @@ def create_app(
 
     def services_of(settings: Settings, backend: InferenceBackend) -> Services:
         """Those of one model; what follows from no model is shared."""
-        backend = BackgroundBackend(backend)
         if tracing is not None:
             backend = TracedBackend(backend, tracing.tracer)
         prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
@@ -269,6 +267,7 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         Middleware(
             Body,
             max_bytes=settings.max_body_bytes,
+            max_file_bytes=settings.max_file_bytes,
             piece_s=receive_timeout_s,
             whole_s=settings.request_timeout_s,
         ),

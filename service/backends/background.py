@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from nsm_core.engine.request import GenerationRequest
-from service.backends.base import Generation
-from service.backends.delegating import DelegatingBackend
 
 _is_background: ContextVar[bool] = ContextVar("nsm_is_background", default=False)
 
@@ -24,10 +22,6 @@ def in_background() -> Iterator[None]:
         _is_background.reset(token)
 
 
-class BackgroundBackend(DelegatingBackend):
-    """Marks the requests that are submitted `in_background`."""
-
-    def submit(self, request: GenerationRequest) -> Generation:
-        if _is_background.get():
-            request = dataclasses.replace(request, is_background=True)
-        return self._backend.submit(request)
+def with_priority(request: GenerationRequest) -> GenerationRequest:
+    """The request as whoever submits it now must mark it."""
+    return dataclasses.replace(request, is_background=True) if _is_background.get() else request

@@ -96,6 +96,7 @@ class BatchRun:
                 for task in [task for task in running if task.done()]:
                     line = running.pop(task)
                     if task.cancelled():  # it gave way
+                        self.services.metrics.batches.gave_way()
                         waiting.append(line)
                     else:
                         task.result()
@@ -115,9 +116,15 @@ class BatchRun:
         request = LineRequest(
             services=self.services, tenant=self.batch.tenant, line=line, key=key_of(self.batch.id, line.number)
         )
-        result = await run_line(request, endpoint=self.batch.fields["endpoint"])
-        await self.library.put_result(self.batch, line.number, result)
+        metrics = self.services.metrics.batches
+        metrics.began()
+        try:
+            result = await run_line(request, endpoint=self.batch.fields["endpoint"])
+            await self.library.put_result(self.batch, line.number, result)
+        finally:
+            metrics.left()
         self._counts[line.number] = is_failed(result)
+        metrics.ended(is_failed=is_failed(result))
 
     @contextlib.asynccontextmanager
     async def _beating(self) -> AsyncIterator[None]:

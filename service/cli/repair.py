@@ -76,14 +76,14 @@ def verify(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Derive states from their token logs again and compare. Writes nothing."""
+    """Derive states from their token logs again and compare; status 1 if one is wrong. Writes nothing."""
     settings = source_settings(data_dir, store, model=model, device=device)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
     if as_json:
         print_json(report.to_json())
     else:
         report.show()
-    if any(report.counts[verdict] for verdict in BAD):
+    if report.has_missed_all or any(report.counts[verdict] for verdict in BAD):
         raise typer.Exit(1)
 
 
@@ -122,6 +122,12 @@ class Report:
     def num_sessions(self) -> int:
         return self.counts.total()
 
+    @property
+    def has_missed_all(self) -> bool:
+        """Whether no state was compared since all are of other models."""
+        others = self.counts["other_model"] + self.counts["other_tokenizer"]
+        return bool(others) and not self._compared
+
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
         self._num_tokens += verified.num_log_tokens
@@ -139,7 +145,8 @@ class Report:
         closest = "".join(
             f", {_stored_in(form)}differing by at most {size:.2g}" for form, size in self._differences.items()
         )
-        print(f"verify: {_tally(self.counts, VERIFIED)}{closest}")
+        nothing = "; nothing was compared: --model names the model that made them" if self.has_missed_all else ""
+        print(f"verify: {_tally(self.counts, VERIFIED)}{closest}{nothing}")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -110,6 +110,8 @@ def _print_table(answer: dict[str, Any]) -> None:
         for row in _rows(layer):
             table.add_row(*row)
     console().print(table)
+    if any(layer["kind"] == "keyed" for layer in answer["layers"]):
+        print("-: keyed slots have no key of their own and no learned start to compare with")
 
 
 def _rows(layer: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.errors import NsmError, Overloaded
+from service.backends.background import with_priority
 from service.backends.base import Divertible, Generation, InferenceBackend
 from service.deps import Arrival, Services
 from service.generate.deltas import Delta, DeltaBuilder
@@ -80,7 +81,7 @@ class RequestGroup:
         self._show: Callable[[Sequence[str]], bool] | None = None
         try:
             for request, save in zip(requests, savers or [None] * len(requests), strict=True):
-                generation = backend.submit(request)
+                generation = backend.submit(with_priority(request))
                 record = metrics.requests.start(arrival=arrival)
                 num_read = len(request.prompt_ids) + (0 if request.resume is None else request.resume.position)
                 self.choices.append(Choice(generation, record, is_score_only, save, prompt_tokens=num_read))

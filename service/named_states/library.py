@@ -141,7 +141,7 @@ class StateLibrary:
         """Of the tenant's own. Raises NotFound when there is none, Forbidden for a published one."""
         num = await self._store.delete(tenant=tenant, name=reference.name, version=reference.version)
         if not num:
-            await self.find(tenant, reference, param=None)
+            await self.find(tenant, reference)
             raise Forbidden(f"state {str(reference)!r} is published: only the operator can delete it")
         return num
 

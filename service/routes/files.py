@@ -53,7 +53,7 @@ router = APIRouter(route_class=JsonRoute, tags=["files"], responses=ERROR_RESPON
     responses=answers(FileAnswer),
 )
 async def upload(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    """A form with `file` and `purpose`; the whole body has at most `NSM_MAX_BODY_BYTES`."""
+    """A form with `file` and `purpose`; the whole body has at most `NSM_MAX_FILE_BYTES`."""
     form = read_form(request.headers.get("content-type", ""), await request.body())
     for name in form:
         if name not in FIELDS:

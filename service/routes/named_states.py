@@ -70,7 +70,7 @@ async def list_states(services: ServicesDep, tenant: TenantDep) -> Response:
 )
 async def get(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """A version of a state; its newest one without a version."""
-    return json_response(state_object(services, await services.states.find(tenant, reference, param=None)))
+    return json_response(state_object(services, await services.states.find(tenant, reference, param="state")))
 
 
 @router.delete(
@@ -90,8 +90,8 @@ async def delete(reference: ReferenceDep, services: ServicesDep, tenant: TenantD
 )
 async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """The state as a file, with its token log; signed if the server signs."""
-    head = await services.states.find(tenant, reference, param=None)
-    stored, _ = await services.states.load(head, param=None)
+    head = await services.states.find(tenant, reference, param="state")
+    stored, _ = await services.states.load(head, param="state")
     headers = {"content-disposition": f'attachment; filename="{head.reference}.nsm-state"'}
     return Response(services.states.seal.seal(stored.file), media_type=FILE_TYPE, headers=headers)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from nsm_core.engine.request import Finished, GenerationRequest, Resume
 from nsm_core.sampling.params import SamplingParams
+from service.backends.background import with_priority
 from service.backends.base import Generation, InferenceBackend
 
 # A request samples at least one token; it is never fed, so the end state is the one after the prompt.
@@ -50,7 +51,7 @@ async def read_on(
         deadline=deadline,
         sampled_at=sampled_at,
     )
-    generation = backend.submit(request)
+    generation = backend.submit(with_priority(request))
     on_start(generation)
     try:
         async for event in generation.events():

@@ -186,18 +186,21 @@ class Tenants:
     def _require_sessions(self, num_sessions: int, num_new: int, limit: int) -> None:
         if num_sessions + num_new > limit:
             self._reject(
-                "session_quota", f"max_sessions of this API key's tenant is {limit}, and {num_sessions} are stored"
+                "session_quota",
+                f"max_sessions of this API key's tenant is {limit}, and {num_sessions} are stored",
+                holding="sessions, or responses and conversations, which have one each",
             )
 
     def _require_bytes(self, num_bytes: int, num_new: int, limit: int) -> None:
         if num_bytes >= limit or num_bytes + num_new > limit:
             more = f", {num_new} more would be too many" if num_new else ""
             self._reject(
-                "byte_quota", f"max_stored_bytes of this API key's tenant is {limit}, and {num_bytes} are stored{more}"
+                "byte_quota",
+                f"max_stored_bytes of this API key's tenant is {limit}, and {num_bytes} are stored{more}",
+                holding="sessions, responses, conversations, states or files",
             )
 
-    def _reject(self, reason: Rejection, message: str) -> None:
+    def _reject(self, reason: Rejection, message: str, *, holding: str) -> None:
+        """`holding`: what takes the room."""
         self._metrics.requests.rejected(reason)
-        raise QuotaExceeded(
-            f"{message}; delete sessions, responses, conversations, states or files, or ask the operator for more"
-        )
+        raise QuotaExceeded(f"{message}; delete {holding}, or ask the operator for more")

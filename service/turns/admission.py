@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
+from service.backends.background import with_priority
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
 from service.state.origin import with_origins_snapshot
@@ -120,7 +121,7 @@ class TurnAdmission:
         num_chunks: int = 0,
     ) -> TurnExecution:
         with naming(request.key.session_id):
-            generation = self.backend.submit(generation_request)
+            generation = self.backend.submit(with_priority(generation_request))
         replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(
             generation,

@@ -25,6 +25,7 @@ from service.web.errors import answer, report
 access_logger = logging.getLogger("nsm.access")
 
 MAX_LARGE_BODIES = 32  # of the largest size, that are held at once
+FILES_PATH = "/v1/files"
 FREE_BODY_BYTES = 64 * 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
 # Defaults of every answer: not cached, not shown in a frame of another host, and no scripts if opened in a browser.
@@ -187,16 +188,20 @@ class BodyShare:
 class Body:
     """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
 
-    `piece_s`: maximum seconds between two pieces of the body; `whole_s`: for the whole body. All bodies under way
-    together take at most MAX_LARGE_BODIES times `max_bytes`.
+    `max_file_bytes`: of an upload to FILES_PATH, if not as others. `piece_s`: maximum seconds between two pieces of the
+    body; `whole_s`: for the whole body. All bodies under way together take at most MAX_LARGE_BODIES times the larger
+    limit.
 
     When the client leaves before the answer is complete, the handler's task is cancelled, streamed or not.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float, max_file_bytes: int | None = None
+    ) -> None:
         self.app = app
         self.max_bytes = max_bytes
-        self.memory = BodyMemory(MAX_LARGE_BODIES * max_bytes)
+        self.max_file_bytes = max_bytes if max_file_bytes is None else max_file_bytes
+        self.memory = BodyMemory(MAX_LARGE_BODIES * max(max_bytes, self.max_file_bytes))
         self.piece_s = piece_s
         self.whole_s = whole_s
 
@@ -205,18 +210,19 @@ class Body:
             await self.app(scope, receive, send)
             return
         with self.memory.share() as share:
-            body = await self._read(Headers(scope=scope), receive, share)
+            max_bytes = self.max_file_bytes if scope.get("path") == FILES_PATH else self.max_bytes
+            body = await self._read(Headers(scope=scope), receive, share, max_bytes)
             if body is not None:
                 await WatchedRequest(body, receive, send).run(self.app, scope)
 
-    async def _read(self, headers: Headers, receive: Receive, share: BodyShare) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, share: BodyShare, max_bytes: int) -> bytes | None:
         """The whole body, or None when the client left first.
 
         Raises BodyTooLarge before the excess is read, BodyTooSlow, or Overloaded.
         """
         length = headers.get("content-length", "")
-        if length.isdecimal() and (len(length) > 18 or int(length) > self.max_bytes):
-            raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got {length[:24]}")
+        if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
+            raise BodyTooLarge(f"the body must have at most {max_bytes} bytes, got {length[:24]}")
         chunks: list[bytes] = []
         num_bytes, deadline = 0, time.monotonic() + self.whole_s
         while True:
@@ -225,8 +231,8 @@ class Body:
                 return None
             chunks.append(message.get("body", b""))
             num_bytes += len(chunks[-1])
-            if num_bytes > self.max_bytes:
-                raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got at least {num_bytes}")
+            if num_bytes > max_bytes:
+                raise BodyTooLarge(f"the body must have at most {max_bytes} bytes, got at least {num_bytes}")
             share.grow(num_bytes)
             if not message.get("more_body", False):
                 return b"".join(chunks)

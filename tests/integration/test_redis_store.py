@@ -18,6 +18,8 @@ from service.stores.redis.scripts import REWIND
 from service.stores.sessions.base import LateSnapshot, LogMark, Rewind, SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
+from service.stores.states.base import PUBLISHED, NamedState, NewState
+from service.stores.states.redis import RedisStateStore
 from tests.support.counts import scaled
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_servers import RedisClock, RedisServer, Topology, own_prefix
@@ -331,3 +333,26 @@ async def test_two_stores_on_one_server_exclude_each_other(redis_single: Topolog
 async def test_a_cursor_with_an_infinite_place_is_refused(store: RedisSessionStore) -> None:
     with pytest.raises(InvalidRequest, match="next_cursor"):
         await store.list(tenant="a", limit=1, cursor="aW5mIHg")
+
+
+async def test_two_first_states_of_a_name_that_is_published_meanwhile_are_both_refused(
+    store: RedisSessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither may take the other for the tenant's own earlier version."""
+    states, add, paused, published = RedisStateStore(store), RedisStateStore._add, asyncio.Barrier(3), asyncio.Event()
+
+    async def add_after_the_publication(self: RedisStateStore, tenant: str, name: str, state: NewState) -> NamedState:
+        if tenant != PUBLISHED:
+            await paused.wait()
+            await published.wait()
+        return await add(self, tenant, name, state)
+
+    monkeypatch.setattr(RedisStateStore, "_add", add_after_the_publication)
+    new = NewState(file=b"s", model_fingerprint="m", position=1, num_tokens=1, source="text")
+    tries = [asyncio.create_task(states.add(tenant="a", name="rules", state=new)) for _ in range(2)]
+    await paused.wait()
+    await states.add(tenant=PUBLISHED, name="rules", state=new)
+    published.set()
+    ends = await asyncio.gather(*tries, return_exceptions=True)
+    assert [type(end) for end in ends] == [VersionConflict, VersionConflict]
+    assert await states.list(tenant="a") == ()

@@ -31,20 +31,20 @@ class RedisStateStore:
         self._clock = clock
 
     async def add(self, *, tenant: str, name: str, state: NewState) -> NamedState:
-        await self._require_own(tenant, name)
+        is_own = tenant == PUBLISHED or any(state.name == name for state in await self.list(tenant=tenant))
+        if is_own:
+            return await self._add(tenant, name, state)
+        await self._require_unpublished(name)
         added = await self._add(tenant, name, state)
         try:  # a tenant's names and the published ones may live on two servers: no script reads both
-            await self._require_own(tenant, name, besides=added.version)
+            await self._require_unpublished(name)  # whatever else was added meanwhile: it may be deleted again too
         except VersionConflict:
             await self.delete(tenant=tenant, name=name, version=added.version)
             raise
         return added
 
-    async def _require_own(self, tenant: str, name: str, *, besides: int | None = None) -> None:
-        """Raises VersionConflict for a published name of which the tenant has no version, or only `besides`."""
-        own = [] if tenant == PUBLISHED else await self.list(tenant=tenant)
-        if tenant == PUBLISHED or any(state.name == name and state.version != besides for state in own):
-            return
+    async def _require_unpublished(self, name: str) -> None:
+        """Raises VersionConflict."""
         if await self.get(tenant=PUBLISHED, name=name) is not None:
             raise name_is_published(name)
 

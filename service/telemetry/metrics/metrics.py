@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from service.backends.base import DeviceStats, InferenceBackend, UpstreamStats
 from service.telemetry.metrics import shared
+from service.telemetry.metrics.batches import BatchMetrics
 from service.telemetry.metrics.engine import (
     DeviceMetrics,
     EnergyMetrics,
@@ -47,6 +48,7 @@ class Metrics:
         self._energy = EnergyMetrics(registry)
         self._process = ProcessMetrics(registry)
         self.models = ModelLoadMetrics(registry)
+        self.batches = BatchMetrics(registry)
         self._others: list[Callable[[], None]] = []
 
     def watch_redis_pool(self, num_in_use: Callable[[], int]) -> None:

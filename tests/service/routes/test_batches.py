@@ -14,6 +14,7 @@ import pytest
 from openai.types import Batch
 
 from service.batches.library import BatchLibrary
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.backends import MakeBackend
 from tests.support.batches import input_of, lines_of
 from tests.support.fakes import FakeBackend
@@ -87,6 +88,9 @@ async def test_lines_that_are_refused_are_in_the_error_file(server: Gateway) -> 
     assert batch.request_counts is not None
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 4)
     assert list(await content(server, batch.output_file_id)) == ["line-0"]
+    assert server.metric("nsm_batch_lines_total", outcome="completed") == 1
+    assert server.metric("nsm_batch_lines_total", outcome="failed") == 4
+    assert server.metric("nsm_batch_lines_running") == 0
     errors = await content(server, batch.error_file_id)
     refusals = [
         (line["response"]["status_code"], line["response"]["body"]["error"]["param"]) for line in errors.values()
@@ -267,3 +271,20 @@ async def test_the_engine_knows_which_requests_are_a_batchs() -> None:
             backend.requests.clear()
             assert (await server.client.post(endpoint, json=body)).status_code == 200
             assert {request.is_background for request in backend.requests} == {False}
+
+
+async def test_two_gateways_on_one_store_run_a_batch_once(tmp_path: Path) -> None:
+    """Each has a runner that looks for batches; one takes it, and each line reaches an engine once."""
+    backends, path = [FakeBackend(), FakeBackend()], tmp_path / "sessions.db"
+    async with (
+        gateway(backends[0], is_live=True, store=SqliteSessionStore(path)) as first,
+        gateway(backends[1], is_live=True, store=SqliteSessionStore(path)) as second,
+    ):
+        for server, other in ((first, second), (second, first)):
+            made = await begin(server, input_of(*[BODY] * 20))
+            other.services.batch_news.set()
+            batch = await ended(other, made)
+            assert batch.request_counts is not None
+            assert (batch.status, batch.request_counts.completed) == ("completed", 20)
+            assert len(await content(other, batch.output_file_id)) == 20
+    assert sum(len(backend.requests) for backend in backends) == 40

@@ -90,3 +90,12 @@ async def test_files_belong_to_their_tenant_and_count_in_its_quota(tmp_path: Pat
         assert (await server.client.get("/v1/files", headers=rival.headers)).json()["data"] == []
         await server.client.delete(f"/v1/files/{made['id']}", headers=acme.headers)
         assert (await send(b"x" * 60_000)).status_code == 200
+
+
+async def test_uploads_have_a_limit_of_their_own() -> None:
+    async with gateway(FakeBackend(), max_body_bytes=2_000, max_file_bytes=20_000) as server:
+        for num_bytes, status in ((10_000, 200), (30_000, 413)):
+            files, data = {"file": ("f.jsonl", b"x" * num_bytes)}, {"purpose": "user_data"}
+            assert (await server.client.post("/v1/files", files=files, data=data)).status_code == status
+        body = {"prompt": "x" * 10_000}
+        assert (await server.client.post("/v1/completions", json=body)).status_code == 413

@@ -155,13 +155,14 @@ async def test_a_new_connection_goes_on_with_the_session(server: Gateway) -> Non
 
 
 async def test_a_cancel_ends_the_answer_and_nothing_of_it_stays() -> None:
+    backend = FakeBackend(hold=True)
     async with (
-        gateway(FakeBackend(hold=True), is_live=True) as server,
+        gateway(backend, is_live=True) as server,
         server.openai.realtime.connect(model=MODEL) as connection,
     ):
         session_id = session_of(server, await until_event(connection, "session.created"))["id"]
         await connection.conversation.item.create(item=item("Hi"))  # type: ignore[arg-type]
-        server.services.backend.release(1)  # type: ignore[attr-defined]
+        backend.release(1)
         await until_event(connection, "conversation.item.done")
         await connection.response.create()
         await until_event(connection, "response.created")

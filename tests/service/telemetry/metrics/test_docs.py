@@ -18,6 +18,7 @@ def test_page_lists_every_metric() -> None:
     metrics.watch_redis_pool(lambda: 0)
     stats = UpstreamStats(num_up=1, num_down=0, num_failovers=0, num_state_hits=0, num_state_misses=0)
     metrics.watch_upstreams(lambda: stats)
+    metrics.watch_devices(list)
     SupervisorMetrics(metrics.registry)
     there = {
         family.name + ("_total" if family.type == "counter" else ""): family.type
