@@ -31,7 +31,6 @@ from service.settings import Settings
 from service.telemetry.logs import configure_logging
 
 EXIT_CONFIG = 78  # EX_CONFIG
-SWITCH_S = 0.0005  # the engine's thread and the loop share one lock: a step must not wait for a long turn of the loop
 
 
 def main() -> None:
@@ -88,7 +87,6 @@ def _run_engine(settings: Settings, fd: int, reporter: StartReporter) -> None:
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_S)
     with socket.socket(fileno=fd) as sock:
         try:
             backend = make_local_backend(settings)
