@@ -22,8 +22,12 @@ def test_figures_are_of_all_streams_and_pieces() -> None:
 
 def test_streams_and_turns_of_a_small_model_are_counted_whole(tiny_model_dir: Path) -> None:
     argv = ["--serve", f"--model {tiny_model_dir} --num-threads 1 --device cpu", "--streams", "3", "--tokens", "6"]
-    argv += ["--sessions", "2", "--turns", "2", "--turn-tokens", "4", "--clients", "2"]
-    streams, sessions = main(argv)["rows"]
-    assert (streams["num_failed"], sessions["num_failed"]) == (0, 0)
+    argv += ["--sessions", "2", "--sessions-each", "1", "2", "--turns", "2", "--turn-tokens", "4", "--clients", "2"]
+    argv += ["--beside", "2", "--beside-tokens", "6", "--prompts", "1", "--prompt-words", "10"]
+    rows = main(argv)["rows"]
+    assert [row["num_failed"] for row in rows] == [0] * 5
+    streams, sessions, in_turns, alone, beside = rows
     assert streams["tokens_per_s"] > 0
     assert sessions["turns_per_s"] > 0
+    assert (sessions["num_each"], in_turns["num_each"]) == (1, 2)
+    assert alone["prompt_tokens_per_s"] == 0 < beside["prompt_tokens_per_s"]
