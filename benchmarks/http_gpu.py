@@ -72,6 +72,7 @@ class Seen:
     num_tokens: int = 0
     num_turns: int = 0
     num_failed: int = 0
+    num_read: int = 0  # tokens of the prompts of these streams
     num_prompt_tokens: int = 0  # of the long prompts
 
     def add(self, other: Seen) -> None:
@@ -80,6 +81,7 @@ class Seen:
         self.num_tokens += other.num_tokens
         self.num_turns += other.num_turns
         self.num_failed += other.num_failed
+        self.num_read += other.num_read
         self.num_prompt_tokens += other.num_prompt_tokens
 
 
@@ -134,7 +136,7 @@ class Client:
         seen, times = self.seen, reader.times
         seen.num_failed += not reader.is_whole
         seen.num_tokens += reader.num_tokens
-        seen.num_prompt_tokens += reader.num_prompt_tokens
+        seen.num_read += reader.num_prompt_tokens
         seen.firsts += times[:1]
         seen.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
 
@@ -158,7 +160,7 @@ class Client:
         for _ in range(load.prompts_each):
             await beside.stream("/v1/completions", {"prompt": beside._prompt(load.prompt_words), "max_tokens": 1})
         self.seen.num_failed += beside.seen.num_failed
-        self.seen.num_prompt_tokens += beside.seen.num_prompt_tokens
+        self.seen.num_prompt_tokens += beside.seen.num_read
 
     async def _create(self, name: str) -> None:
         reader, writer = await asyncio.open_connection(*self._address)
