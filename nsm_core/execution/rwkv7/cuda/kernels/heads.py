@@ -16,8 +16,8 @@ from torch import Tensor
 from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
 from nsm_core.rwkv7.time_mix import MAX_DECAY
 
-COLUMNS = 8  # of a head's matrix, in one program of one warp
-AHEAD = 8  # tokens whose vectors are on their way while one moves the matrix
+COLUMNS = 16  # of a head's matrix, in one program of one warp
+AHEAD = 4  # tokens whose vectors are on their way while one moves the matrix
 TOKENS = 4  # of a program before and after
 SHORTEST = 1e-12  # length that a key is divided by at least, as in torch.nn.functional.normalize
 
