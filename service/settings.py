@@ -192,8 +192,8 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[PositiveInt, Shown(section="Requests")] = Field(
         default=8 * 1024 * 1024, description="Largest request body."
     )
-    max_file_bytes: Annotated[PositiveInt, Shown(page="[batches](batches.md)")] = Field(
-        default=8 * 1024 * 1024, description="Largest upload to /v1/files, with its form."
+    max_file_bytes: Annotated[int | None, Shown(default="as max_body_bytes", page="[batches](batches.md)")] = Field(
+        default=None, ge=1, description="Largest upload to /v1/files, with its form."
     )
     max_prompt_tokens: PositiveInt = Field(default=131_072, description="Longest prompt.")
     max_tokens_limit: PositiveInt = Field(default=32_768, description="Largest max_tokens that a request may set.")
