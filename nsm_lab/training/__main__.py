@@ -24,6 +24,14 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be whole numbers with commas between, as 16,32, got {text!r}") from None
 
 
+def _shares(text: str) -> tuple[float, ...]:
+    """`0.05,0.01` as numbers; nothing: none."""
+    try:
+        return tuple(float(part) for part in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, as 0.05,0.01, got {text!r}") from None
+
+
 def _is_true(text: str) -> bool:
     return {"true": True, "false": False}[text]
 
@@ -62,7 +70,8 @@ HELP = {
     "tokenizer": "tokenizer.json to use; without it one is learned from the training split",
     "cache": "directory for token ids, which runs may share; default OUT/cache",
     "start": "model directory whose weights the run begins with; default: new ones",
-    "keep_heads": "heads of each keyed layer that are made to keep what they hold, default 0",
+    "keep_strengths": "as 0.05,0.018,0.0066: so many heads of each keyed layer are made to keep what they hold, and "
+    "write no more than this of a token, but for what the token adds; default none",
     "recall_end": "the share of --recall at the end of the run, reached in a straight line; default: the same",
     "resume": "go on from the last save in --out",
 }
@@ -92,6 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _type_of(name: str, is_path: bool, default: object) -> Callable[[str], object]:
     if is_path or name in ("tokenizer", "cache", "start"):
         return Path
+    if name == "keep_strengths":
+        return _shares
     return float if name == "recall_end" else type(default)
 
 

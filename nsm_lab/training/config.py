@@ -40,7 +40,8 @@ class TrainConfig:
     recall_end: float | None = None  # the share at the end of the run, reached in a straight line; None: the same
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
-    keep_heads: int = 0  # of each keyed layer: heads that are made to keep (nsm_lab/training/keeping.py)
+    loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
+    keep_strengths: tuple[float, ...] = ()  # of heads that are made to keep, in each keyed layer: the most they write
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
@@ -68,9 +69,11 @@ class TrainConfig:
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
-        is_keyed = "K" in self.model.layer_pattern
-        most = self.model.num_heads if is_keyed else 0
-        self._require(0 <= self.keep_heads <= most, "keep_heads", f"between 0 and {most}")
+        self._require(0.0 <= self.loops < 0.5, "loops", "in [0, 0.5)")
+        self._require(self.loops == 0 or self.recall > 0, "loops", "0 without recall")
+        most = self.model.num_heads if "K" in self.model.layer_pattern else 0
+        self._require(len(self.keep_strengths) <= most, "keep_strengths", f"at most {most} numbers")
+        self._require(all(0.0 < value < 1.0 for value in self.keep_strengths), "keep_strengths", "numbers in (0, 1)")
         has_tiers = self.tier_share == 0 or bool(self.model.state_tiers)
         self._require(has_tiers, "tier_share", "0 for a model without state_tiers")
         self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")

@@ -42,6 +42,7 @@ class TokenizedSplit:
     offsets: IntArray  # [num_documents + 1]
     num_bytes: int  # UTF-8 bytes of the texts
     num_words: int  # whitespace-separated
+    weights: npt.NDArray[np.uint8] | None = None  # as `ids`: of each in the loss, 0 to leave it out; None: all alike
 
     @property
     def num_documents(self) -> int:
@@ -143,6 +144,7 @@ class Batch:
     valid: Tensor  # [rows, seq_len] bool
     reset: Tensor  # [rows, seq_len // chunk_len] bool: the chunk begins at the learned start
     has_inner_starts: bool  # some document starts elsewhere than at the beginning of a row
+    weights: Tensor | None = None  # [rows, seq_len] uint8: of the targets in the loss; None: all alike
     num_slots: Tensor | None = None  # [rows] int64: slots of a head that a row is read with; None: all
 
 
@@ -229,12 +231,17 @@ class PackedBatches:
         ids = self._split.ids[np.where(valid, index, end_of_text)].astype(np.int64)
         targets = self._split.ids[np.where(valid, index + 1, end_of_text)].astype(np.int64)
         targets[~valid] = IGNORED_TARGET
+        weights = None
+        if self._split.weights is not None:
+            weights = self._split.weights[np.where(valid, index + 1, end_of_text)]
+            targets[weights == 0] = IGNORED_TARGET
         return Batch(
             ids=torch.from_numpy(ids),
             targets=torch.from_numpy(targets),
             valid=torch.from_numpy(valid),
             reset=torch.from_numpy(reset),
             has_inner_starts=bool(reset[:, 1:].any()),
+            weights=None if weights is None else torch.from_numpy(weights),
         )
 
     def _lay_out(self, epoch: int) -> _Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import string
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -44,7 +45,15 @@ _GOODS = _words(
     "apples candles rope nails salt ribbons pepper honey oranges lamps coal wool paper needles cheese wine tea boots "
     "spoons glass soap bread string tobacco hats eggs ink butter gloves matches"
 )
-_COUNTED = ("safe", "strong-box", "account", "telegram", "policy", "regiment", "locker", "cipher", "engine", "passport")
+_COUNTED = (
+    "safe", "strong-box", "account", "telegram", "policy", "regiment", "locker", "cipher", "engine", "passport",
+    "vault", "cellar", "cabinet", "drawer", "bond", "patent", "lottery ticket", "prisoner", "warehouse", "cab",
+)  # fmt: skip
+# What is a number itself.
+_SECRETS = (
+    "countersign", "secret number", "combination", "signal", "watchword", "winning number", "private mark", "cipher",
+    "code of the lock", "register", "secret of the door", "reference", "call-number", "hidden number",
+)  # fmt: skip
 
 STATEMENTS = (
     "{who} told them that the {what} of the {thing} was {value}.",
@@ -77,6 +86,27 @@ NUMBER_QUESTIONS = (
     "What number had the {thing}? It had the number {value}.",
     "The {thing} was asked for, and the number that they gave was {value}.",
 )
+SECRET_STATEMENTS = (
+    "Let it be known that {value} is the {thing}, and that no other will serve. The {thing}: {value}.",
+    '"Listen," he whispered. "For the {thing} you shall say {value}. Once more: {value}."',
+    "He wrote upon the wall: {thing}, {value}.",
+    "Here is the {thing}, which you will be asked for: {value}. It is {value}.",
+    "They had agreed upon {value} for the {thing}.",
+    '"{value} is what we chose as the {thing}," said the old woman; "do not lose it, {value}."',
+    "It was settled. The {thing} would be {value}.",
+)
+SECRET_QUESTIONS = (
+    '"And the {thing}?" "It is {value}."',
+    "Of the {thing} he was quite sure: it was {value}.",
+    '"Give me the {thing}." "The {thing}, sir, is {value}."',
+    "Which {thing} had they agreed upon? They had agreed upon {value}.",
+    "At the gate one had to say the {thing}. He said {value}.",
+    "I ask you now for the {thing}. Answer: {value}.",
+    "Nobody but he could tell the {thing}, which was {value}.",
+    "The {thing} that we spoke of is {value}.",
+    "Question: the {thing}. Answer: {value}.",
+    '"Do you know the {thing} still?" "Yes. The {thing} is {value}."',
+)
 LIST_STATEMENTS = (
     "{who} was to buy these things: {value}.",
     "In {who}'s basket lay {value}.",
@@ -103,19 +133,29 @@ TALK_QUESTIONS = (
 KINDS = {
     "attribute": (STATEMENTS, QUESTIONS),
     "number": (NUMBER_STATEMENTS, NUMBER_QUESTIONS),
+    "secret": (SECRET_STATEMENTS, SECRET_QUESTIONS),
     "list": (LIST_STATEMENTS, LIST_QUESTIONS),
     "talk": (TALK_STATEMENTS, TALK_QUESTIONS),
 }
-_OFTEN = {"attribute": 4, "number": 4, "list": 1, "talk": 1}  # how often a kind is made, in shares
+_OFTEN = {"attribute": 3, "number": 3, "secret": 5, "list": 1, "talk": 1}  # how often a kind is made, in shares
+_ASKED = frozenset({"value", "town", "trade"})  # what a question asks for
 _MOST_QUESTIONS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """A paragraph that can be completed by who remembers its fact; `answers` [from, to): characters to remember."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """A paragraph that states something, and paragraphs that can be completed by who remembers it."""
+    """A paragraph that states something, and those that ask for it later."""
 
     statement: str
-    questions: tuple[str, ...]
+    questions: tuple[Question, ...]
 
 
 def make_fact(rng: random.Random) -> Fact:
@@ -125,8 +165,19 @@ def make_fact(rng: random.Random) -> Fact:
     statements, questions = KINDS[kind]
     asked = rng.sample(questions, rng.randint(1, _MOST_QUESTIONS))
     return Fact(
-        f"{rng.choice(statements).format(**words)}\n\n", tuple(f"{question.format(**words)}\n\n" for question in asked)
+        f"{rng.choice(statements).format(**words)}\n\n", tuple(_question(template, words) for template in asked)
     )
+
+
+def _question(template: str, words: dict[str, str]) -> Question:
+    text, answers = "", []
+    for before, field, _, _ in string.Formatter().parse(template):
+        text += before
+        if field is not None:
+            if field in _ASKED:
+                answers.append((len(text), len(text) + len(words[field])))
+            text += words[field]
+    return Question(f"{text}\n\n", tuple(answers))
 
 
 def _words_of(rng: random.Random, kind: str) -> dict[str, str]:
@@ -134,6 +185,8 @@ def _words_of(rng: random.Random, kind: str) -> dict[str, str]:
     match kind:
         case "number":
             return {"thing": rng.choice(_COUNTED), "value": _number(rng)}
+        case "secret":
+            return {"thing": rng.choice(_SECRETS), "value": _number(rng)}
         case "list":
             goods = rng.sample(_GOODS, rng.randint(3, 6))
             return {"value": f"{', '.join(goods[:-1])} and {goods[-1]}"}

@@ -60,7 +60,7 @@ class LossModule(nn.Module):
             router.penalties.clear()
         hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
+        loss = _mean_loss(logits, batch)
         penalties = [penalty for router in self.routers for penalty in router.penalties]
         penalty = weighted(penalties, self._balance, self._z)
         return loss, {name: value.detach() for name, value in state.items()}, loss.new_zeros(()) + penalty
@@ -72,6 +72,16 @@ class LossModule(nn.Module):
         return self.model.read(
             batch.ids, state, valid=batch.valid, reset=batch.reset, is_fresh=without_cache, num_slots=batch.num_slots
         )
+
+
+def _mean_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """[], in nats: over the targets of `batch`, each as often as its weight says."""
+    logits, targets = logits.flatten(0, 1), batch.targets.flatten()
+    if batch.weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="none")
+    weights = torch.where(targets == IGNORED_TARGET, 0.0, batch.weights.flatten())
+    return (losses * weights).sum() / weights.sum().clamp(min=1.0)
 
 
 class BatchSource:
@@ -108,6 +118,7 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         targets=change(batch.targets),
         valid=change(batch.valid),
         reset=change(batch.reset),
+        weights=None if batch.weights is None else change(batch.weights),
         num_slots=None if batch.num_slots is None else change(batch.num_slots),
     )
 
@@ -186,7 +197,7 @@ class Trainer:
         self.first_step = 0
         if config.resume:
             self.first_step = checkpointing.load(config.out, self.model, self.optimizers, self.average)
-        self._keeping = KeepingHeads(self.model)
+        self._keeping = KeepingHeads(self.model, config.keep_strengths)
         self.module = self._build_module()
         self._routers = self._loss_module.routers
 
@@ -198,8 +209,7 @@ class Trainer:
             if started.config != self.config.model:
                 raise ConfigError(f"{self.config.start} holds a model of other sizes than the run's")
             model.load_state_dict(started.state_dict())
-        if self.config.keep_heads > 0:
-            make_keeping_heads(model, self.config.keep_heads)
+        make_keeping_heads(model, self.config.keep_strengths)
         return model
 
     def _batches(self, split: str) -> PackedBatches:
@@ -221,7 +231,7 @@ class Trainer:
         config = self.config
         shares = (config.recall, config.recall if config.recall_end is None else config.recall_end)
         strips = config.rows * self.world.size
-        tokens_read = config.steps * strips * config.seq_len * (1.0 - sum(shares) / 2)
+        tokens_read = config.steps * strips * config.seq_len * (1.0 - sum(shares) / 2 - config.loops)
         copies = math.ceil(tokens_read / split.num_tokens)
         of_copies = shares_by_time(
             split,
@@ -232,7 +242,9 @@ class Trainer:
             seed=config.seed,
         )
         workers = os.cpu_count() or 1
-        return recall_split(split, self.tokenizer, shares=of_copies.tolist(), seed=config.seed, workers=workers)
+        return recall_split(
+            split, self.tokenizer, shares=of_copies.tolist(), loops=config.loops, seed=config.seed, workers=workers
+        )
 
     def _build_module(self) -> nn.Module:
         self.model.checkpoint_blocks = self.config.checkpoint_blocks

@@ -19,30 +19,39 @@ import numpy.typing as npt
 
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
-from nsm_lab.training.facts import make_fact
+from nsm_lab.training.facts import Question, make_fact
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
-PASSAGE_DISTANCE = (384, 32_768)  # tokens from its beginning to its return
-FACT_DISTANCE = (96, 49_152)  # tokens from a statement to a question
+PASSAGE_DISTANCE = (640, 40_960)  # tokens from its beginning to its return
+UNTOLD_TOKENS = 8  # of a passage that returns, the first: nothing says that it will
+FACT_DISTANCE = (192, 49_152)  # tokens from a statement to a question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
-FACT_SHARE = 0.35  # of all insertions, by their number; a fact's questions belong to its statement
+FACT_SHARE = 0.6  # of all insertions, by their number; a fact's questions belong to its statement
 NUM_FACTS = 32_768  # made for a run
+ANSWER_WEIGHT = 3  # of a token that a question asks for, in the loss
+LOOP_PERIOD = (8, 320)  # tokens that are said again at once
+LOOP_TURNS = 3  # how often at most
+LOOP_TOKENS = 400  # longest loop
 
 Ids = npt.NDArray[np.unsignedinteger]
+Weights = npt.NDArray[np.uint8]  # of tokens, in the loss; 0: read, but not to be said
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FactBank:
-    """Token ids of statements and of their questions, and the ids after which a paragraph may begin."""
+    """Token ids of statements and of their questions, and the ids after which a paragraph may begin.
+
+    A question comes with the weights of its tokens: its answers count, its other words do not.
+    """
 
     statements: tuple[Ids, ...]
-    questions: tuple[tuple[Ids, ...], ...]
+    questions: tuple[tuple[tuple[Ids, Weights], ...], ...]
     paragraph_ends: Ids
 
     @property
     def mean_tokens(self) -> float:
         """Of a fact with all its questions."""
-        asked = sum(len(ids) for questions in self.questions for ids in questions)
+        asked = sum(len(ids) for questions in self.questions for ids, _ in questions)
         return (sum(map(len, self.statements)) + asked) / len(self.statements)
 
     @classmethod
@@ -51,11 +60,34 @@ class FactBank:
     ) -> FactBank:
         rng = random.Random(seed)
         facts = [make_fact(rng) for _ in range(num_facts)]
-        texts = [text for fact in facts for text in (fact.statement, *fact.questions)]
-        encoded = iter([np.array(ids, dtype) for ids in tokenizer.encode_batch(texts)])
-        of_facts = [(next(encoded), tuple(next(encoded) for _ in fact.questions)) for fact in facts]
-        statements, questions = (tuple(parts) for parts in zip(*of_facts, strict=True))
+        encoded = tokenizer.encode_batch([fact.statement for fact in facts])
+        statements = tuple(np.array(ids, dtype) for ids in encoded)
+        asked = iter(_encoded(tokenizer, [question for fact in facts for question in fact.questions], dtype))
+        questions = tuple(tuple(next(asked) for _ in fact.questions) for fact in facts)
         return cls(statements, questions, np.unique([ids[-1] for ids in statements]).astype(dtype))
+
+
+def _encoded(
+    tokenizer: Tokenizer, questions: Sequence[Question], dtype: np.dtype[np.unsignedinteger]
+) -> list[tuple[Ids, Weights]]:
+    """An answer's tokens are those that the text before it, alone, does not have, up to those after it."""
+    texts = [question.text for question in questions]
+    borders = [text[:at] for text, question in zip(texts, questions, strict=True) for at in sum(question.answers, ())]
+    whole, starts = tokenizer.encode_batch(texts), iter(tokenizer.encode_batch(borders))
+    made = []
+    for ids, question in zip(whole, questions, strict=True):
+        weights = np.zeros(len(ids), np.uint8)
+        for _ in question.answers:
+            first, last = _shared(ids, next(starts)), _shared(ids, next(starts))
+            weights[first : max(first + 1, last)] = ANSWER_WEIGHT
+        made.append((np.array(ids, dtype), weights))
+    return made
+
+
+def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 def _log_uniform(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
@@ -66,23 +98,39 @@ class _Writer:
     """A document that grows: read in any place, written at its end."""
 
     def __init__(self, capacity: int, dtype: np.dtype[np.unsignedinteger]) -> None:
-        self._ids, self.length = np.empty(capacity, dtype), 0
+        self._ids, self._weights = np.empty(capacity, dtype), np.empty(capacity, np.uint8)
+        self.length = 0
 
     @property
     def ids(self) -> Ids:
         return self._ids[: self.length]
 
-    def append(self, ids: Ids) -> None:
-        if self.length + len(ids) > len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-        self._ids[self.length : self.length + len(ids)] = ids
-        self.length += len(ids)
+    @property
+    def weights(self) -> Weights:
+        return self._weights[: self.length]
+
+    def append(self, ids: Ids, weights: Weights | int) -> None:
+        end = self.length + len(ids)
+        if end > len(self._ids):
+            self._ids, self._weights = (
+                np.concatenate((held, np.empty(max(len(held), len(ids)), held.dtype)))
+                for held in (self._ids, self._weights)
+            )
+        self._ids[self.length : end], self._weights[self.length : end] = ids, weights
+        self.length = end
 
 
-def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Generator) -> Ids:
-    """`document` begins with the end-of-text token; about `share` of the result's tokens are inserted."""
-    written = _Writer(int(len(document) / (1.0 - share) * 1.2) + 1024, document.dtype)
-    gap = _mean_inserted(bank) * (1.0 - share) / share
+def with_recall(
+    document: Ids, share: float, bank: FactBank, rng: np.random.Generator, loops: float = 0.0
+) -> tuple[Ids, Weights]:
+    """`document` begins with the end-of-text token; about `share` of the result's tokens are inserted to be recalled.
+
+    About `loops` of them stand in loops: what was said just before is said again, up to LOOP_TURNS times, and then the
+    text goes on. Tokens of a loop have no weight, so all that is learned from it is to leave it.
+    """
+    written = _Writer(int(len(document) / (1.0 - share - loops) * 1.2) + 1024, document.dtype)
+    of_recall, of_loops = share / _mean_inserted(bank), loops / _mean_loop()  # insertions a token of the result
+    gap = (1.0 - share - loops) / (of_recall + of_loops)
     ends = _paragraph_ends(document, bank)
     questions: list[tuple[int, int, int]] = []  # where it is due, which fact, which of its questions
     at = 0
@@ -91,22 +139,25 @@ def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Gene
         if questions:
             nearest = min(nearest, max(at + 1, at + questions[0][0] - written.length))
         asks = bool(questions) and nearest - at >= questions[0][0] - written.length
-        states = not asks and rng.random() < FACT_SHARE
+        goes_round = not asks and rng.random() * (of_recall + of_loops) < of_loops
+        states = not asks and not goes_round and rng.random() < FACT_SHARE
         if asks or states:
             nearest = _paragraph_after(nearest, ends)
         if nearest >= len(document):
-            written.append(document[at:])
-            return written.ids
-        written.append(document[at:nearest])
+            written.append(document[at:], 1)
+            return written.ids, written.weights
+        written.append(document[at:nearest], 1)
         at = nearest
         if asks:
             _, fact, which = heapq.heappop(questions)
-            written.append(bank.questions[fact][which])
+            written.append(*bank.questions[fact][which])
+        elif goes_round:
+            _go_round(written, rng)
         elif states:
             fact = int(rng.integers(len(bank.statements)))
             for which in range(len(bank.questions[fact])):
                 heapq.heappush(questions, (written.length + _log_uniform(rng, FACT_DISTANCE), fact, which))
-            written.append(bank.statements[fact])
+            written.append(bank.statements[fact], 0)
         else:
             _repeat(written, rng)
 
@@ -116,6 +167,12 @@ def _mean_inserted(bank: FactBank) -> float:
     shortest, longest = PASSAGE_TOKENS
     passage = (longest - shortest) / math.log(longest / shortest)
     return (1.0 - FACT_SHARE) * passage + FACT_SHARE * bank.mean_tokens
+
+
+def _mean_loop() -> float:
+    """Tokens of a loop, about."""
+    shortest, longest = LOOP_PERIOD
+    return (1 + LOOP_TURNS) / 2 * (longest - shortest) / math.log(longest / shortest) * 0.8
 
 
 def _paragraph_after(at: int, ends: npt.NDArray[np.int64]) -> int:
@@ -136,12 +193,25 @@ def _repeat(written: _Writer, rng: np.random.Generator) -> None:
     start = written.length - distance
     if start < 1:
         return
-    written.append(written.ids[start : start + min(length, distance)].copy())
+    weights = np.ones(min(length, distance), np.uint8)
+    weights[:UNTOLD_TOKENS] = 0
+    written.append(written.ids[start : start + len(weights)].copy(), weights)
 
 
-def _one(job: tuple[Ids, float, int, int, int]) -> Ids:
-    document, share, seed, copy, index = job
-    return with_recall(document, share, _BANK[0], np.random.default_rng((seed, copy, index)))
+def _go_round(written: _Writer, rng: np.random.Generator) -> None:
+    period = min(_log_uniform(rng, LOOP_PERIOD), written.length - 1)
+    if period < LOOP_PERIOD[0]:
+        return
+    length = period * int(rng.integers(1, LOOP_TURNS + 1))
+    if rng.random() < 0.5:  # it ends within a turn
+        length -= int(rng.integers(0, period - LOOP_PERIOD[0] + 1))
+    turn = written.ids[written.length - period :].copy()
+    written.append(np.resize(turn, min(length, LOOP_TOKENS)), 0)
+
+
+def _one(job: tuple[Ids, float, float, int, int, int]) -> tuple[Ids, Weights]:
+    document, share, loops, seed, copy, index = job
+    return with_recall(document, share, _BANK[0], np.random.default_rng((seed, copy, index)), loops)
 
 
 _BANK: list[FactBank] = []  # of this process's workers
@@ -172,10 +242,12 @@ def recall_split(
     seed: int,
     workers: int = 1,
     num_facts: int = NUM_FACTS,
+    loops: float = 0.0,
 ) -> TokenizedSplit:
     """Copies of every document of `split`, each with other insertions, in memory: one for each of `shares`.
 
     `shares` [copies * documents], each in (0, 1): of the first copies of all documents, of the second, and so on.
+    `loops`: the share of tokens in loops, of all of them.
     The bytes and words that the split counts are those of the documents without insertions.
     """
     _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts)]
@@ -183,18 +255,22 @@ def recall_split(
     for number, share in enumerate(shares):
         copy, index = divmod(number, split.num_documents)
         ids = np.asarray(split.ids[split.offsets[index] : split.offsets[index + 1]])
-        jobs.append((ids, float(share), seed, copy, index))
+        jobs.append((ids, float(share), loops, seed, copy, index))
     copies = len(jobs) // split.num_documents
     documents = _run(jobs, workers)
     _BANK.clear()
-    offsets = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)
-    ids = np.concatenate([*documents, split.ids[-1:]])
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in documents)], dtype=np.int64)
     return dataclasses.replace(
-        split, ids=ids, offsets=offsets, num_bytes=copies * split.num_bytes, num_words=copies * split.num_words
+        split,
+        ids=np.concatenate([*(ids for ids, _ in documents), split.ids[-1:]]),
+        weights=np.concatenate([*(weights for _, weights in documents), np.ones(1, np.uint8)]),
+        offsets=offsets,
+        num_bytes=copies * split.num_bytes,
+        num_words=copies * split.num_words,
     )
 
 
-def _run(jobs: Sequence[tuple[Ids, float, int, int, int]], workers: int) -> list[Ids]:
+def _run(jobs: Sequence[tuple[Ids, float, float, int, int, int]], workers: int) -> list[tuple[Ids, Weights]]:
     if workers == 1:
         return [_one(job) for job in jobs]
     with multiprocessing.get_context("fork").Pool(workers) as pool:

@@ -8,9 +8,10 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
-from nsm_lab.training.keeping import BIAS_ROOM, CONTEXT_LENGTH, TIMESCALE, KeepingHeads, make_keeping_heads
+from nsm_lab.training.keeping import CONTEXT_LENGTH, FIRST_READ, TIMESCALE, KeepingHeads, make_keeping_heads
 
 HEADS = 4
+STRENGTHS = (0.01, 0.04)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def rates(mixer: KeyedMixer) -> dict[str, torch.Tensor]:
 
 
 def test_make_keeping_heads_of_new_weights_takes_the_last_heads(model: NsmModel) -> None:
-    make_keeping_heads(model, 2)
+    make_keeping_heads(model, STRENGTHS)
     for mixer in mixers(model):
         decay = rates(mixer)["log_decay"]
         assert torch.allclose(decay[:, 2:], torch.tensor(-1.0 / TIMESCALE), rtol=1e-2)
@@ -52,25 +53,39 @@ def test_make_keeping_heads_spares_a_head_that_has_not_learned_to_clear_itself(m
     with torch.no_grad():
         for mixer in mixers(model):
             mixer.rates.weight[:3] *= 100.0
-    make_keeping_heads(model, 2)
+    make_keeping_heads(model, STRENGTHS)
     for mixer in mixers(model):
         is_keeping = rates(mixer)["log_decay"][0] > -3.0 / TIMESCALE
         assert is_keeping.tolist() == [False, True, True, False]
 
 
-def test_make_keeping_heads_adds_nothing_to_the_residual(model: NsmModel) -> None:
+def test_a_new_keeping_head_lets_in_little_of_what_it_reads(model: NsmModel) -> None:
+    make_keeping_heads(model, STRENGTHS[:1])
+    for mixer in mixers(model):
+        let_in = mixer.out_norm.unflatten(0, (HEADS, -1))
+        assert torch.allclose(let_in[-1], torch.tensor(FIRST_READ))
+        assert (let_in[:-1] == 1.0).all()
+
+
+def test_heads_that_keep_already_stay_and_the_strongest_keeps_the_greatest_strength(model: NsmModel) -> None:
+    make_keeping_heads(model, STRENGTHS)
+    before = [mixer.rates.bias.detach().clone() for mixer in mixers(model)]
+    make_keeping_heads(model, (*STRENGTHS, 0.001))
+    keeping = KeepingHeads(model, (0.02, 0.005, 0.001))
     with torch.no_grad():
         for mixer in mixers(model):
-            mixer.out.weight.normal_()
-    make_keeping_heads(model, 1)
-    for mixer in mixers(model):
-        of_heads = mixer.out.weight.unflatten(1, (HEADS, -1))
-        assert (of_heads[:, -1] == 0).all()
-        assert (of_heads[:, :-1] != 0).all()
+            mixer.rates.bias += 3.0
+    keeping.hold()
+    for mixer, old in zip(mixers(model), before, strict=True):
+        assert torch.allclose(mixer.rates.bias[HEADS + 2 :], old[HEADS + 2 :])
+        strengths = torch.sigmoid(mixer.rates.bias[:HEADS])
+        order = old[2:HEADS].argsort(descending=True) + 2
+        assert torch.allclose(strengths[order], torch.tensor([0.02, 0.005]), rtol=1e-4)
+        assert torch.allclose(strengths[1], torch.tensor(0.001), rtol=1e-4)
 
 
 def test_keeping_heads_hold_their_rates_through_steps_of_an_optimiser(model: NsmModel) -> None:
-    make_keeping_heads(model, 2)
+    make_keeping_heads(model, STRENGTHS)
     keeping = KeepingHeads(model)
     before = [mixer.rates.bias.detach().clone() for mixer in mixers(model)]
     with torch.no_grad():
@@ -79,7 +94,7 @@ def test_keeping_heads_hold_their_rates_through_steps_of_an_optimiser(model: Nsm
             mixer.rates.bias += 3.0
     keeping.hold()
     for mixer, old in zip(mixers(model), before, strict=True):
-        assert torch.allclose(mixer.rates.bias[2:HEADS], old[2:HEADS] + BIAS_ROOM)
+        assert torch.allclose(mixer.rates.bias[2:HEADS], old[2:HEADS])
         assert torch.allclose(mixer.rates.bias[HEADS + 2 :], old[HEADS + 2 :])
         assert (mixer.rates.weight[HEADS + 2 :] == 0).all()
         assert (mixer.rates.weight[2:HEADS].norm(dim=1) <= CONTEXT_LENGTH * 1.001).all()

@@ -297,7 +297,7 @@ def test_keeping_heads_are_those_of_the_start_in_a_resumed_run(config: TrainConf
     keyed = dataclasses.replace(
         MODEL, layer_pattern="K", num_memory_slots=16, write_top_k=16, slot_width=16, num_heads=4
     )
-    config = dataclasses.replace(config, model=keyed, keep_heads=1, steps=4, save_every=2)
+    config = dataclasses.replace(config, model=keyed, keep_strengths=(0.01,), steps=4, save_every=2)
     train(dataclasses.replace(config, steps=2))
     resumed = weights(train(dataclasses.replace(config, resume=True)))
     decays = [value[4:] for name, value in resumed.items() if name.endswith("rates.weight")]
@@ -305,5 +305,5 @@ def test_keeping_heads_are_those_of_the_start_in_a_resumed_run(config: TrainConf
 
 
 def test_keeping_heads_need_keyed_layers(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="keep_heads must be between 0 and 0"):
-        dataclasses.replace(config, keep_heads=1)
+    with pytest.raises(ConfigError, match="keep_strengths must be at most 0 numbers"):
+        dataclasses.replace(config, keep_strengths=(0.01,))

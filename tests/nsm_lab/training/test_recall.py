@@ -12,7 +12,16 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import KINDS, make_fact
-from nsm_lab.training.recall import FactBank, recall_split, shares_by_time, with_recall
+from nsm_lab.training.recall import (
+    ANSWER_WEIGHT,
+    LOOP_PERIOD,
+    PASSAGE_TOKENS,
+    UNTOLD_TOKENS,
+    FactBank,
+    recall_split,
+    shares_by_time,
+    with_recall,
+)
 
 NUM_TOKENS = 60_000
 NUM_FACTS = 500
@@ -35,18 +44,19 @@ def is_subsequence(part: np.ndarray, whole: np.ndarray) -> bool:
 
 def test_recall_keeps_every_token_of_the_document_in_order(bank: FactBank) -> None:
     document = numbered()
-    written = with_recall(document, 0.2, bank, np.random.default_rng(0))
+    written, weights = with_recall(document, 0.2, bank, np.random.default_rng(0), loops=0.1)
+    assert len(weights) == len(written)
     assert is_subsequence(document, written)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25])
 def test_recall_inserts_about_its_share(bank: FactBank, share: float) -> None:
-    written = with_recall(numbered(), share, bank, np.random.default_rng(1))
+    written, _ = with_recall(numbered(), share, bank, np.random.default_rng(1))
     assert 0.6 * share < 1.0 - NUM_TOKENS / len(written) < 1.4 * share
 
 
 def test_recall_of_the_same_seed_is_the_same(bank: FactBank) -> None:
-    first, second = (with_recall(numbered(5000), 0.2, bank, np.random.default_rng(3)) for _ in range(2))
+    first, second = (with_recall(numbered(5000), 0.2, bank, np.random.default_rng(3), 0.05)[0] for _ in range(2))
     assert np.array_equal(first, second)
 
 
@@ -54,10 +64,55 @@ def test_fact_questions_hold_what_their_statement_says() -> None:
     rng = random.Random(0)
     for _ in range(500):
         fact = make_fact(rng)
-        said, *asked = (set(re.findall(r"\w+", text)) for text in (fact.statement, *fact.questions))
+        texts = (fact.statement, *(question.text for question in fact.questions))
+        said, *asked = (set(re.findall(r"\w+", text)) for text in texts)
         assert 1 <= len(asked) <= 3
         assert len(set(fact.questions)) == len(asked)
         assert all(len(said & words) >= 2 for words in asked)
+
+
+def test_answers_of_questions_are_what_their_statement_says() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        fact = make_fact(rng)
+        for question in fact.questions:
+            assert question.answers
+            assert all(question.text[first:last] in fact.statement for first, last in question.answers)
+
+
+def test_only_answers_of_a_question_have_weight(bank: FactBank, tiny_tokenizer: Tokenizer) -> None:
+    asked = [question for questions in bank.questions for question in questions]
+    rng = random.Random(0)
+    facts = [make_fact(rng) for _ in range(NUM_FACTS)]
+    texts = [question for fact in facts for question in fact.questions]
+    for (ids, weights), question in zip(asked, texts, strict=True):
+        assert tiny_tokenizer.decode(ids.tolist()) == question.text
+        assert set(weights.tolist()) == {0, ANSWER_WEIGHT}
+        heard = tiny_tokenizer.decode(ids[weights > 0].tolist())
+        assert all(question.text[first:last] in heard for first, last in question.answers)
+
+
+def test_a_loop_has_no_weight_and_the_document_goes_on_behind_it(bank: FactBank) -> None:
+    written, weights = with_recall(numbered(), 1e-6, bank, np.random.default_rng(5), loops=0.2)
+    assert np.array_equal(written[weights > 0], numbered())
+    assert 0.1 < (weights == 0).mean() < 0.3
+    silent = np.flatnonzero((weights[1:] == 0) & (weights[:-1] > 0)) + 1
+    for start in silent.tolist():
+        period = written[start - 1] + 1 - written[start]
+        assert LOOP_PERIOD[0] <= period <= LOOP_PERIOD[1]
+
+
+def test_the_first_tokens_of_a_passage_that_returns_have_no_weight(bank: FactBank) -> None:
+    written, weights = with_recall(numbered(), 0.2, bank, np.random.default_rng(6))
+    at = 0
+    returned = []
+    while at + 1 < len(written):
+        if weights[at] == 0 and written[at] < NUM_TOKENS and (weights[at : at + UNTOLD_TOKENS] == 0).all():
+            following = np.diff(written[at : at + PASSAGE_TOKENS[0]].astype(np.int64))
+            returned += [at] if (following == 1).all() else []
+            at += UNTOLD_TOKENS
+        at += 1
+    assert len(returned) > 20
 
 
 def test_facts_never_use_the_sentences_that_evaluation_asks_with() -> None:
@@ -83,6 +138,8 @@ def test_recall_split_copies_every_document_with_other_insertions(tiny_tokenizer
     split = TokenizedSplit(name="train", ids=ids, offsets=np.array([0, 4000, 7000]), num_bytes=100, num_words=20)
     made = recall_split(split, tiny_tokenizer, shares=[0.2] * 4, seed=0, num_facts=NUM_FACTS)
     assert made.num_documents == 4
+    assert made.weights is not None
+    assert len(made.weights) == len(made.ids)
     assert (made.num_bytes, made.num_words) == (200, 40)
     assert made.ids[-1] == 0
     documents = [made.ids[a:b] for a, b in zip(made.offsets, made.offsets[1:], strict=False)]
