@@ -1,0 +1,59 @@
+"""A training run of RWKV-7: what it writes is a model that the server reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsm_core.errors import ConfigError
+from nsm_core.rwkv7.loader import load_rwkv7
+from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_lab.training.rwkv7.__main__ import main, parse
+from nsm_lab.training.rwkv7.model import Rwkv7
+from nsm_lab.training.rwkv7.run import train
+from tests.nsm_lab.training.conftest import WriteCorpus, make_texts
+
+SIZES = ["--width", "64", "--layers", "2", "--rows", "2", "--seq-len", "32"]
+
+
+@pytest.fixture
+def options(tmp_path: Path, tiny_tokenizer: Tokenizer, write_corpus: WriteCorpus) -> list[str]:
+    write_corpus("some-train.jsonl.zst", make_texts(30, max_words=60))
+    data = write_corpus("some-val.jsonl.zst", make_texts(12, max_words=60, seed=1))
+    tiny_tokenizer.save(tmp_path / TOKENIZER_FILE)
+    return ["--data", str(data), "--tokenizer", str(tmp_path / TOKENIZER_FILE), "--out", str(tmp_path / "out"), *SIZES]
+
+
+def test_a_run_learns_and_its_model_is_the_one_that_the_server_reads(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    untrained = train(parse([*options, "--steps", "1", "--muon-lr", "1e-9", "--adam-lr", "1e-9"]))
+    config = parse([*options, "--steps", "12", "--log-every", "6"])
+    assert train(config) < untrained - 0.5
+    assert "step 12 of 12" in capsys.readouterr().err
+    loaded = load_rwkv7(config.out)
+    ids = torch.tensor([loaded.tokenizer.encode("the slow ships came home under the grey sky")])
+    hidden, _ = loaded.model.forward(ids, loaded.model.initial_state(1))
+    trained = Rwkv7(loaded.model.config.vocab_size, 64, 2)
+    trained.load_state_dict({name: loaded.model.tensors[name].float() for name in trained.state_dict()})
+    with torch.no_grad():
+        expected = trained(ids)
+    assert torch.allclose(loaded.model.logits(hidden), expected[..., : loaded.model.num_ids], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [("--width", "96", "width must be a multiple of 64"), ("--seq-len", "24", "seq_len"), ("--rows", "0", "rows")],
+)
+def test_sizes_that_no_run_can_have_are_refused(options: list[str], flag: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse([*options, flag, value])
+
+
+def test_a_corpus_that_is_smaller_than_a_step_is_one_line(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options, "--rows", "64", "--seq-len", "2048"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("split is smaller than one step")
