@@ -26,12 +26,9 @@ def parse(argv: Sequence[str]) -> Rwkv7TrainConfig:
     for field in dataclasses.fields(Rwkv7TrainConfig):
         is_required = field.default is dataclasses.MISSING
         flag, text = "--" + field.name.replace("_", "-"), HELP.get(field.name, f"default {field.default}")
-        if isinstance(field.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
-        else:
-            kind = Path if is_required or field.default is None else type(field.default)
-            default = None if is_required else field.default
-            parser.add_argument(flag, type=kind, required=is_required, default=default, help=text)
+        kind = Path if is_required or field.default is None else type(field.default)
+        default = None if is_required else field.default
+        parser.add_argument(flag, type=kind, required=is_required, default=default, help=text)
     return Rwkv7TrainConfig(**vars(parser.parse_args(argv)))
 
 

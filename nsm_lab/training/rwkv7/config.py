@@ -21,7 +21,7 @@ class Rwkv7TrainConfig:
     width: int = 384
     layers: int = 8
     steps: int = 1000
-    rows: int = 64
+    rows: int = 32
     seq_len: int = 2048  # tokens
     muon_lr: float = 0.015  # matrices of the layers
     adam_lr: float = 3e-3  # embedding and head; the rest learns at half of it
@@ -30,7 +30,6 @@ class Rwkv7TrainConfig:
     clip: float = 1.0
     seed: int = 0
     log_every: int = 50  # steps
-    compile: bool = True  # on a GPU
 
     def __post_init__(self) -> None:
         for name in ("layers", "steps", "rows", "log_every"):

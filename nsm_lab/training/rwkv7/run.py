@@ -35,9 +35,6 @@ def train(config: Rwkv7TrainConfig) -> float:
         if len(split.ids) <= config.rows * config.seq_len:
             raise ConfigError(f"the {name} split is smaller than one step")
     model = Rwkv7(tokenizer.vocab_size, config.width, config.layers).to(device)
-    if config.compile and device.type == "cuda":
-        for block in model.blocks:
-            block.compile(dynamic=False)
     batches = _batches(splits["train"], config, device)
     _steps(model, batches, config)
     loss = _validate(model, splits["val"], config, device)
