@@ -7,6 +7,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.backends import BACKENDS, settings_of
 from tests.support.server_processes import running
 
 GREEDY = {
@@ -18,13 +21,22 @@ SAMPLED = {"temperature": 1.0, "ignore_eos": True, "logprobs": 1}
 TURNS = ("It was the best of times,", " and then", " at last")
 
 
+@pytest.fixture(params=[*BACKENDS, "workers", "devices"])
+def server_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> dict[str, object]:
+    """As `backend_settings`, and with the engine in one or two processes of their own."""
+    if request.param in ("workers", "devices"):
+        device = "cpu" if request.param == "workers" else "cpu,cpu"
+        return {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "DEVICE": device, "WORKERS": 2}
+    return settings_of(request)
+
+
 async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(
-    backend_settings: dict[str, object], tmp_path: Path
+    server_settings: dict[str, object], tmp_path: Path
 ) -> None:
     kinds = {"greedy": GREEDY, "sampled": SAMPLED}
     first_turn: dict[str, Any] = {"seed": 7}  # later turns name none: the session keeps it
     unbroken: dict[str, list[dict[str, Any]]] = {}
-    async with running(backend_settings, tmp_path) as server:
+    async with running(server_settings, tmp_path) as server:
         for kind, sampling in kinds.items():
             await server.create(f"unbroken-{kind}")
             unbroken[kind] = [
@@ -36,7 +48,7 @@ async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(
             await server.create(f"killed-{kind}")
             await server.say(f"killed-{kind}", TURNS[0], **sampling, **first_turn)
         await server.kill_in_mid_stream("killed-greedy", TURNS[1], **GREEDY)
-    async with running(backend_settings, tmp_path) as server:
+    async with running(server_settings, tmp_path) as server:
         for kind, sampling in kinds.items():
             version, position = await server.head(f"killed-{kind}")
             assert (version, position) == (1, unbroken[kind][0]["session"]["position"])

@@ -36,10 +36,15 @@ def make_backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> M
 
 
 @pytest.fixture(params=BACKENDS)
-def backend_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> dict[str, object]:
+def backend_settings(request: pytest.FixtureRequest) -> dict[str, object]:
     """Of a server process: the model in it, or in a Triton server that lives on when it is killed."""
+    return settings_of(request)
+
+
+def settings_of(request: pytest.FixtureRequest) -> dict[str, object]:
+    """For a fixture whose parameter is one of BACKENDS."""
     if request.param == "local":
-        return {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
+        return {"MODEL": request.getfixturevalue("tiny_model_dir"), "NUM_THREADS": 1}
     if request.param == "rwkv7":
         return {"MODEL": request.getfixturevalue("rwkv7_dir"), "NUM_THREADS": 1}
     return {"TRITON_URL": request.getfixturevalue("triton").grpc_url}
