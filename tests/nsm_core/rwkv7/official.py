@@ -1,4 +1,5 @@
-"""Runs the official package on a model file and writes logits and states: `python official.py MODEL.pth IDS OUT`.
+"""Runs the official package on a model and writes logits and states: `python official.py MODEL.pth IDS OUT`. With a
+number behind these it goes on greedily for so many tokens, and writes their ids.
 
 A process of its own: the package reads the environment when it is imported, and prints. It reads the text in pieces,
 and the last tokens one by one, so that both of its ways are compared.
@@ -16,7 +17,8 @@ PIECE_LEN, SINGLE_TOKENS = 128, 20
 
 
 def main() -> None:
-    model_path, ids_path, out_path = sys.argv[1:]
+    model_path, ids_path, out_path = sys.argv[1:4]
+    num_greedy = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
     from rwkv.model import RWKV  # type: ignore[import-untyped]
 
@@ -31,9 +33,13 @@ def main() -> None:
         for token_id in ids[-SINGLE_TOKENS:]:
             one, state = model.forward([token_id], state)
             logits.append(one.float()[None])
-    assert state is not None
-    states = {f"state.{index}": value.float().contiguous().clone() for index, value in enumerate(state)}
-    save_file({"logits": torch.cat(logits)} | states, out_path)
+        assert state is not None
+        states = {f"state.{index}": value.float().clone().contiguous() for index, value in enumerate(state)}
+        greedy = [int(logits[-1][-1].argmax())]
+        for _ in range(num_greedy - 1):
+            one, state = model.forward([greedy[-1]], state)
+            greedy.append(int(one.argmax()))
+    save_file({"logits": torch.cat(logits), "greedy": torch.tensor(greedy)} | states, out_path)
 
 
 if __name__ == "__main__":
