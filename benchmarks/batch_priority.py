@@ -142,7 +142,7 @@ def request(
     backend: LocalBackend, num_prompt: int, num_tokens: int, *, is_background: bool = False
 ) -> GenerationRequest:
     number = next(_numbers)
-    ids = tuple((7 * number + 13 * place) % (backend.model.vocab_size - 1) + 1 for place in range(num_prompt))
+    ids = tuple((7 * number + 13 * index) % (backend.model.vocab_size - 1) + 1 for index in range(num_prompt))
     sampling = SamplingParams(max_tokens=num_tokens, seed=number, ignore_eos=True)
     return GenerationRequest(
         request_id=f"r{number}", prompt_ids=ids, sampling=sampling, is_background=is_background, owner="live"

@@ -60,7 +60,7 @@ ModelT = TypeVar("ModelT", bound=OneModel)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Place(Generic[ModelT]):
+class _Entry(Generic[ModelT]):
     """Of a model beside the first. `num_users`: requests that have asked for it and are not over."""
 
     model: OtherModel
@@ -95,20 +95,20 @@ def _give_memory_back() -> None:
     trim_heap()
 
 
-_held: ContextVar[list[_Place[OneModel]] | None] = ContextVar("nsm_held_models", default=None)
+_held: ContextVar[list[_Entry[OneModel]] | None] = ContextVar("nsm_held_models", default=None)
 
 
 @contextlib.contextmanager
 def holding_models() -> Iterator[None]:
     """Around one request: the models that it asks for inside stay loaded until its end."""
-    places: list[_Place[OneModel]] = []
-    token = _held.set(places)
+    entries: list[_Entry[OneModel]] = []
+    token = _held.set(entries)
     try:
         yield
     finally:
         _held.reset(token)
-        for place in places:
-            place.num_users -= 1
+        for entry in entries:
+            entry.num_users -= 1
 
 
 class ServedModels(Generic[ModelT]):
@@ -122,7 +122,7 @@ class ServedModels(Generic[ModelT]):
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places: dict[str, _Place[ModelT]] = {one.name: _Place(one, one.num_file_bytes) for one in others}
+        self._entries: dict[str, _Entry[ModelT]] = {one.name: _Entry(one, one.num_file_bytes) for one in others}
         self._max_bytes = max_bytes
         self._metrics = metrics
         self._clock = clock
@@ -149,28 +149,28 @@ class ServedModels(Generic[ModelT]):
 
     @property
     def has_others(self) -> bool:
-        return bool(self._places)
+        return bool(self._entries)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.first.model_name, *self._places)
+        return (self.first.model_name, *self._entries)
 
     @property
     def loaded(self) -> tuple[ModelT, ...]:
-        return (self.first, *(place.served for place in self._places.values() if place.served is not None))
+        return (self.first, *(entry.served for entry in self._entries.values() if entry.served is not None))
 
     def status_of(self, name: str) -> tuple[Status, str | None]:
         """With the reason of a failure."""
-        place = self._places.get(name)
-        return ("loaded", None) if place is None else (place.status, place.failure)
+        entry = self._entries.get(name)
+        return ("loaded", None) if entry is None else (entry.status, entry.failure)
 
     def description_of(self, name: str) -> OtherModel | None:
         """None: it is the first."""
-        return self._places[name].model if name in self._places else None
+        return self._entries[name].model if name in self._entries else None
 
     def loaded_as(self, name: str) -> ModelT | None:
         """None: it is not loaded now."""
-        return self._places[name].served if name in self._places else self.first
+        return self._entries[name].served if name in self._entries else self.first
 
     def require_known(self, name: str) -> None:
         """Raises NotFound."""
@@ -186,26 +186,26 @@ class ServedModels(Generic[ModelT]):
         """None: no model with this fingerprint is served here."""
         if fingerprint == self.first.backend.model.fingerprint:
             return self.first.model_name
-        return next((name for name, place in self._places.items() if place.model.fingerprint == fingerprint), None)
+        return next((name for name, entry in self._entries.items() if entry.model.fingerprint == fingerprint), None)
 
     async def get(self, name: str | None) -> ModelT:
         """What serves a model (None: the first), loaded first if need be. Raises NotFound or ModelUnavailable."""
         if name is None or name == self.first.model_name:
             return self.first
         self.require_known(name)
-        place = self._places[name]
-        while place.served is None:
-            if place.loading is None:
-                if place.failure is not None and self._clock() - place.failed_at < RETRY_S:
-                    raise ModelUnavailable(place.failure)
-                place.loading = asyncio.create_task(self._load(place))  # goes on if the request is left
-            await asyncio.shield(place.loading)
-        place.last_use = next(self._uses)
+        entry = self._entries[name]
+        while entry.served is None:
+            if entry.loading is None:
+                if entry.failure is not None and self._clock() - entry.failed_at < RETRY_S:
+                    raise ModelUnavailable(entry.failure)
+                entry.loading = asyncio.create_task(self._load(entry))  # goes on if the request is left
+            await asyncio.shield(entry.loading)
+        entry.last_use = next(self._uses)
         held = _held.get()
         if held is not None:
-            place.num_users += 1
-            held.append(place)  # type: ignore[arg-type]
-        return place.served
+            entry.num_users += 1
+            held.append(entry)  # type: ignore[arg-type]
+        return entry.served
 
     async def of_fingerprint(self, fingerprint: str) -> ModelT:
         """That of a stored session or state; the first where none has this fingerprint. Raises as `get`."""
@@ -214,57 +214,57 @@ class ServedModels(Generic[ModelT]):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """At the end all but the first are unloaded."""
-        self._tell()
+        self._report()
         try:
             yield
         finally:
-            for place in self._places.values():
-                if place.loading is not None:
-                    await asyncio.wait((place.loading,))
-                await self._unload(place)
+            for entry in self._entries.values():
+                if entry.loading is not None:
+                    await asyncio.wait((entry.loading,))
+                await self._unload(entry)
 
     async def on_loaded(self, act: Callable[[ModelT], Awaitable[object]]) -> None:
         """`act` on each loaded model, all at once."""
         await asyncio.gather(*(act(served) for served in self.loaded))
 
-    async def _load(self, place: _Place[ModelT]) -> None:
+    async def _load(self, entry: _Entry[ModelT]) -> None:
         started = self._clock()
         try:
             async with self._one_at_a_time:
-                await self._make_room(place)
-                logger.info("loading model %s", place.model.name)
-                await self._start(place)
-                await self._make_room(place)  # its states are known now
+                await self._make_room(entry)
+                logger.info("loading model %s", entry.model.name)
+                await self._start(entry)
+                await self._make_room(entry)  # its states are known now
         except (NsmError, MemoryError, OSError) as error:
-            await self._unload(place)
-            self._failed(place, error)
-            self._metrics.ended(place.model.name, "failed", self._clock() - started)
-            raise ModelUnavailable(place.failure or "") from error
+            await self._unload(entry)
+            self._failed(entry, error)
+            self._metrics.ended(entry.model.name, "failed", self._clock() - started)
+            raise ModelUnavailable(entry.failure or "") from error
         else:
-            place.failure = None
-            self._metrics.ended(place.model.name, "loaded", self._clock() - started)
+            entry.failure = None
+            self._metrics.ended(entry.model.name, "loaded", self._clock() - started)
         finally:
-            place.loading = None
-            self._tell()
+            entry.loading = None
+            self._report()
 
-    def _failed(self, place: _Place[ModelT], error: NsmError | MemoryError | OSError) -> None:
+    def _failed(self, entry: _Entry[ModelT], error: NsmError | MemoryError | OSError) -> None:
         """Clients learn no paths; the log has them."""
-        logger.error("model %s: %s", place.model.name, error.with_notes() if isinstance(error, NsmError) else error)
+        logger.error("model %s: %s", entry.model.name, error.with_notes() if isinstance(error, NsmError) else error)
         known = str(error) if isinstance(error, ModelUnavailable) else "the server's log says why"
-        place.failure = f"the model {place.model.name!r} cannot be loaded: {known}"
+        entry.failure = f"the model {entry.model.name!r} cannot be loaded: {known}"
         # room may come at any time, a good file does not
-        place.failed_at = -RETRY_S if isinstance(error, ModelUnavailable) else self._clock()
+        entry.failed_at = -RETRY_S if isinstance(error, ModelUnavailable) else self._clock()
 
-    async def _start(self, place: _Place[ModelT]) -> None:
-        backend = await asyncio.to_thread(place.model.load)
+    async def _start(self, entry: _Entry[ModelT]) -> None:
+        backend = await asyncio.to_thread(entry.model.load)
         async with contextlib.AsyncExitStack() as stack:
-            served = self._assemble(place.model, backend)
+            served = self._assemble(entry.model, backend)
             await stack.enter_async_context(self._running(served))
-            place.stack = stack.pop_all()
-        place.num_bytes = place.model.num_file_bytes + backend.stats().max_slots * backend.model.state_bytes
-        place.last_use, place.served = next(self._uses), served
+            entry.stack = stack.pop_all()
+        entry.num_bytes = entry.model.num_file_bytes + backend.stats().max_slots * backend.model.state_bytes
+        entry.last_use, entry.served = next(self._uses), served
 
-    async def _make_room(self, wanted: _Place[ModelT]) -> None:
+    async def _make_room(self, wanted: _Entry[ModelT]) -> None:
         """Raises ModelUnavailable while the others that are there are in use."""
         if self._max_bytes is None:
             return
@@ -273,27 +273,27 @@ class ServedModels(Generic[ModelT]):
                 f"it takes {wanted.num_bytes // MIB} MiB, and models beside the first may take {self._max_bytes // MIB}"
             )
         while self._num_bytes(wanted) > self._max_bytes:
-            idle = [place for place in self._places.values() if place is not wanted and place.is_idle]
+            idle = [entry for entry in self._entries.values() if entry is not wanted and entry.is_idle]
             if not idle:
                 raise ModelUnavailable("there is no room for it while the other models are in use")
-            await self._unload(min(idle, key=lambda place: place.last_use))
+            await self._unload(min(idle, key=lambda entry: entry.last_use))
 
-    def _num_bytes(self, wanted: _Place[ModelT]) -> int:
+    def _num_bytes(self, wanted: _Entry[ModelT]) -> int:
         """With `wanted`, loaded or not."""
-        return sum(place.num_bytes for place in self._places.values() if place is wanted or place.served is not None)
+        return sum(entry.num_bytes for entry in self._entries.values() if entry is wanted or entry.served is not None)
 
-    async def _unload(self, place: _Place[ModelT]) -> None:
+    async def _unload(self, entry: _Entry[ModelT]) -> None:
         """From now on a request for it loads it again."""
-        if place.served is None:
+        if entry.served is None:
             return
-        place.served = None
-        await place.stack.aclose()
-        place.stack = contextlib.AsyncExitStack()
+        entry.served = None
+        await entry.stack.aclose()
+        entry.stack = contextlib.AsyncExitStack()
         await asyncio.to_thread(_give_memory_back)
-        self._metrics.unloaded(place.model.name)
-        logger.info("unloaded model %s", place.model.name)
-        self._tell()
+        self._metrics.unloaded(entry.model.name)
+        logger.info("unloaded model %s", entry.model.name)
+        self._report()
 
-    def _tell(self) -> None:
-        for name, place in self._places.items():
-            self._metrics.is_loaded(name, place.served is not None)
+    def _report(self) -> None:
+        for name, entry in self._entries.items():
+            self._metrics.is_loaded(name, entry.served is not None)

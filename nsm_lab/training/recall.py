@@ -23,7 +23,7 @@ from nsm_lab.training.facts import Question, make_fact
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (640, 40_960)  # tokens from its beginning to its return
-UNTOLD_TOKENS = 8  # of a passage that returns, the first: nothing says that it will
+UNPREDICTABLE_TOKENS = 8  # of a passage that returns, the first: nothing says that it will
 FACT_DISTANCE = (192, 49_152)  # tokens from a statement to a question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
 FACT_SHARE = 0.6  # of all insertions, by their number; a fact's questions belong to its statement
@@ -194,7 +194,7 @@ def _repeat(written: _Writer, rng: np.random.Generator) -> None:
     if start < 1:
         return
     weights = np.ones(min(length, distance), np.uint8)
-    weights[:UNTOLD_TOKENS] = 0
+    weights[:UNPREDICTABLE_TOKENS] = 0
     written.append(written.ids[start : start + len(weights)].copy(), weights)
 
 

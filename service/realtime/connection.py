@@ -238,7 +238,7 @@ class RealtimeConnection:
         else:
             head = answer.outcome.head
             self._conversation.head = head
-            events = shape.end("".join(texts), answer.outcome.finished, session=_place(head.version, head.position))
+            events = shape.end("".join(texts), answer.outcome.finished, session=_position(head.version, head.position))
         for event in events:
             await self._send(event)
 
@@ -262,7 +262,7 @@ class RealtimeConnection:
             "instructions": conversation.instructions or None,
             "output_modalities": MODALITIES,
             "max_output_tokens": self._defaults.max_tokens or "inf",
-            **_place(conversation.head.version, conversation.head.position),
+            **_position(conversation.head.version, conversation.head.position),
         }
 
     async def _send_error(self, error: NsmError | RequestValidationError, event_id: object) -> None:
@@ -273,7 +273,7 @@ class RealtimeConnection:
         await self._socket.send(orjson.dumps(event).decode())
 
 
-def _place(version: int, position: int) -> Event:
+def _position(version: int, position: int) -> Event:
     return {"version": version, "position": position}
 
 

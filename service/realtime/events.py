@@ -149,9 +149,9 @@ class ResponseShape:
         }
 
     def item(self, status: str, text: str | None) -> Event:
-        kept = status if status in ("completed", "in_progress") else "incomplete"
+        shown = status if status in ("completed", "in_progress") else "incomplete"
         content = [] if text is None else [{"type": "output_text", "text": text}]
-        fields = {"id": self.item_id, "object": "realtime.item", "type": "message", "status": kept}
+        fields = {"id": self.item_id, "object": "realtime.item", "type": "message", "status": shown}
         return {**fields, "role": "assistant", "content": content}
 
     def begin(self) -> list[Event]:

@@ -66,7 +66,7 @@ class CreateJobBody(RequestBody):
     metadata: Metadata = Field(default={})
 
     @model_validator(mode="after")
-    def _one_place(self) -> CreateJobBody:
+    def _one_source(self) -> CreateJobBody:
         if self.hyperparameters is not None and self.method is not None:
             raise InvalidRequest("hyperparameters excludes method, which has its own", param="hyperparameters")
         return self

@@ -58,8 +58,8 @@ def _backward(
     own = part.to(tl.int64) * size
     grad = tl.zeros((K, COLUMNS), tl.float32)
     for chunk in range(num_tokens // CHUNK - 1, -1, -1):
-        place = row * (num_tokens // CHUNK) + chunk
-        held = tl.load(states + (place * K + keys[:, None]) * K + values[None, :])
+        index = row * (num_tokens // CHUNK) + chunk
+        held = tl.load(states + (index * K + keys[:, None]) * K + values[None, :])
         for step in range(CHUNK):  # to the end of the chunk
             here = first + (chunk * CHUNK + step) * H * K
             w_t, k_t, b_t = tl.load(w + here + keys), tl.load(k + here + keys), tl.load(b + here + keys)

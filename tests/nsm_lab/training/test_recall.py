@@ -16,7 +16,7 @@ from nsm_lab.training.recall import (
     ANSWER_WEIGHT,
     LOOP_PERIOD,
     PASSAGE_TOKENS,
-    UNTOLD_TOKENS,
+    UNPREDICTABLE_TOKENS,
     FactBank,
     recall_split,
     shares_by_time,
@@ -107,10 +107,10 @@ def test_the_first_tokens_of_a_passage_that_returns_have_no_weight(bank: FactBan
     at = 0
     returned = []
     while at + 1 < len(written):
-        if weights[at] == 0 and written[at] < NUM_TOKENS and (weights[at : at + UNTOLD_TOKENS] == 0).all():
+        if weights[at] == 0 and written[at] < NUM_TOKENS and (weights[at : at + UNPREDICTABLE_TOKENS] == 0).all():
             following = np.diff(written[at : at + PASSAGE_TOKENS[0]].astype(np.int64))
             returned += [at] if (following == 1).all() else []
-            at += UNTOLD_TOKENS
+            at += UNPREDICTABLE_TOKENS
         at += 1
     assert len(returned) > 20
 
