@@ -1,9 +1,17 @@
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, streamText } from "ai";
-import { MODEL, URL_, attempt } from "./report.mjs";
+import { Output, generateText, jsonSchema, streamText, tool } from "ai";
+import { MODEL, SCHEMA, URL_, attempt, isPerson } from "./report.mjs";
 
-const provider = createOpenAICompatible({ name: "nsm", baseURL: `${URL_}/v1`, apiKey: "none", includeUsage: true });
+const provider = createOpenAICompatible({
+  name: "nsm",
+  baseURL: `${URL_}/v1`,
+  apiKey: "none",
+  includeUsage: true,
+  supportsStructuredOutputs: true,
+});
 const options = { model: provider(MODEL), prompt: "Where does the captain live?", maxOutputTokens: 8 };
+const long = { ...options, maxOutputTokens: 200, seed: 1, maxRetries: 0 };
+const schema = jsonSchema(SCHEMA);
 
 await attempt("generateText", async () => (await generateText(options)).text);
 await attempt("streamText", async () => {
@@ -12,3 +20,16 @@ await attempt("streamText", async () => {
   return text;
 });
 await attempt("usage", async () => (await generateText(options)).usage.outputTokens > 0);
+await attempt("JSON schema", async () => isPerson((await generateText({ ...long, output: Output.object({ schema }) })).output));
+const tools = { look: tool({ description: "Looks for a person.", inputSchema: schema }) };
+await attempt("tools", async () => {
+  const [call] = (await generateText({ ...long, tools, toolChoice: "required" })).toolCalls;
+  return call.toolName === "look" && isPerson(call.input);
+});
+await attempt("streamed tools", async () => {
+  let call = null;
+  for await (const part of streamText({ ...long, tools, toolChoice: "required" }).fullStream) {
+    if (part.type === "tool-call") call ??= part;
+  }
+  return call.toolName === "look" && isPerson(call.input);
+});

@@ -1,5 +1,5 @@
 import OpenAI from "openai";
-import { MODEL, URL_, attempt } from "./report.mjs";
+import { MODEL, SCHEMA, URL_, attempt, isPerson } from "./report.mjs";
 
 const client = new OpenAI({ baseURL: `${URL_}/v1`, apiKey: "none" });
 const messages = [{ role: "user", content: "Where does the captain live?" }];
@@ -11,6 +11,18 @@ await attempt("streamed chat", async () => {
     text += part.choices[0]?.delta?.content ?? "";
   }
   return text;
+});
+const long = { model: MODEL, messages, max_completion_tokens: 200, seed: 1 };
+await attempt("JSON schema", async () => {
+  const response_format = { type: "json_schema", json_schema: { name: "person", schema: SCHEMA, strict: true } };
+  const answer = await client.chat.completions.create({ ...long, response_format });
+  return isPerson(JSON.parse(answer.choices[0].message.content));
+});
+await attempt("tools", async () => {
+  const tools = [{ type: "function", function: { name: "look", parameters: SCHEMA } }];
+  const answer = await client.chat.completions.create({ ...long, tools, tool_choice: "required" });
+  const [call] = answer.choices[0].message.tool_calls;
+  return call.function.name === "look" && isPerson(JSON.parse(call.function.arguments));
 });
 await attempt("chained responses", async () => {
   const first = await client.responses.create({ model: MODEL, input: "Hello", max_output_tokens: 16 });

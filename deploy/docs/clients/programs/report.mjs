@@ -11,3 +11,14 @@ export async function attempt(name, work) {
   }
   console.log(JSON.stringify({ name, problem }));
 }
+
+export const SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string", maxLength: 20 }, age: { type: "integer", minimum: 0, maximum: 99 } },
+  required: ["name", "age"],
+  additionalProperties: false,
+};
+
+export function isPerson(given) {
+  return Object.keys(given).sort().join() === "age,name" && Number.isInteger(given.age) && given.age <= 99;
+}
