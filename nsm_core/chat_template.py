@@ -39,6 +39,7 @@ class ChatTemplate:
     `jinja`: `render` as programs that read a `tokenizer_config.json` know templates. `has_own_system_message`: a system
     message stands in place of one that the template has itself, so that none can be put in front of a chat.
     `reasoning`: whether an answer begins inside a thought ("open"), may begin with one of its own ("own"), or has none.
+    `thought_end`: what a prompt that opens a thought goes on with for an answer that shall have none.
     `tool_form`: how calls of tools are written.
     """
 
@@ -49,6 +50,7 @@ class ChatTemplate:
     answer_prefix: str
     has_own_system_message: bool = False
     reasoning: Reasoning = "none"
+    thought_end: str = ""
     tool_form: ToolFormName = "hermes"
 
     def render_next(self, *messages: ChatMessage) -> str:
@@ -75,6 +77,15 @@ class ChatTemplate:
         pairs = enumerate(zip(begun, later, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(later))
         return begun[len(begun[:same].rstrip()) :]
+
+    def without_thought(self) -> ChatTemplate:
+        """For an answer that must have a form from its first character: a thought that the template opens is closed."""
+        return dataclasses.replace(
+            self,
+            render=lambda messages: self.render(messages) + self.thought_end,
+            reasoning="none",
+            thought_end="",
+        )
 
     def render_preface(self, content: str) -> str:
         """What a system message adds in front of a chat. Raises InvalidRequest where nothing can be put there."""
@@ -104,6 +115,7 @@ PLAIN_V1_JINJA = (
 
 
 def _rwkv(name: str, opening: str, answer_prefix: str, reasoning: Reasoning) -> ChatTemplate:
+    is_open = reasoning == "open"
     return ChatTemplate(
         name=name,
         render=lambda messages: rwkv_text.render([(message.role, message.content) for message in messages], opening),
@@ -111,6 +123,7 @@ def _rwkv(name: str, opening: str, answer_prefix: str, reasoning: Reasoning) -> 
         stop=rwkv_text.STOP,
         answer_prefix=answer_prefix,
         reasoning=reasoning,
+        thought_end=rwkv_text.NO_THOUGHT.removeprefix(opening) if is_open else "",
         tool_form="rwkv",
     )
 
@@ -159,8 +172,8 @@ def _compiled(source: str) -> ChatTemplate:
 
     compiled = JinjaTemplate(source)
 
-    def render(messages: Sequence[ChatMessage]) -> str:
-        return compiled.render([dataclasses.asdict(message) for message in messages])
+    def render(messages: Sequence[ChatMessage], **variables: bool) -> str:
+        return compiled.render([dataclasses.asdict(message) for message in messages], **variables)
 
     user, answer = ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)
     system = ChatMessage("system", "a-rule-1618")
@@ -169,11 +182,13 @@ def _compiled(source: str) -> ChatTemplate:
         begun = render([user])
         added = [render([*chat, answer, next_user]).rpartition(_ANSWER)[2] for chat in ([user], [user, answer, user])]
         history = render([user, answer, next_user])
+        unthinking = render([user], enable_thinking=False)
     except InvalidRequest as error:
         raise CheckpointError(f"the chat template cannot render a chat: {error}") from error
     between, is_asked, _ = added[0].partition(next_user.content)
     if _QUESTION not in begun or _ANSWER not in history or not is_asked or added[0] != added[1]:
         raise CheckpointError("the chat template cannot render a chat turn by turn: a turn depends on earlier ones")
+    reasoning = _reasoning_of(source, begun)
     return ChatTemplate(
         name="jinja",
         render=render,
@@ -181,7 +196,8 @@ def _compiled(source: str) -> ChatTemplate:
         stop=_stop_of(between),
         answer_prefix=_prefix_of(history, begun),
         has_own_system_message=not _is_put_in_front(render, system, user),
-        reasoning=_reasoning_of(source, begun),
+        reasoning=reasoning,
+        thought_end=_end_of_thought(begun, unthinking) if reasoning == "open" else "",
     )
 
 
@@ -198,6 +214,16 @@ def _reasoning_of(source: str, begun: str) -> Reasoning:
         return "open"
     is_closed = begun.rstrip().endswith(_END_OF_THOUGHT)
     return "own" if _END_OF_THOUGHT in source and not is_closed else "none"
+
+
+def _end_of_thought(begun: str, unthinking: str) -> str:
+    """What closes the thought that `begun` opens. `unthinking`: the template's own form of a prompt without one, if it
+    has a form of its own.
+    """
+    rest = unthinking.removeprefix(begun)
+    if unthinking.startswith(begun) and rest.strip() == _END_OF_THOUGHT:
+        return rest
+    return "\n" * (2 - begun.endswith("\n")) + _END_OF_THOUGHT + "\n\n"
 
 
 def _prefix_of(history: str, begun: str) -> str:

@@ -71,9 +71,12 @@ class JinjaTemplate:
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise CheckpointError(f"the chat template cannot be compiled: {_line(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that the assistant's answer continues. Raises InvalidRequest with what the template says."""
-        names = dict.fromkeys(SPECIAL_TOKENS, "")
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: bool) -> str:
+        """The text that the assistant's answer continues. `variables`: further ones, of templates that know them.
+
+        Raises InvalidRequest with what the template says.
+        """
+        names = {**dict.fromkeys(SPECIAL_TOKENS, ""), **variables}
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **names

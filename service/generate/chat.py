@@ -162,11 +162,10 @@ class Chat:
 
 
 def _reading_of(body: ChatBody, template: ChatTemplate) -> ReadChoice | None:
-    """How a choice's text is read; None where it is shown as it is. An answer in a form has no thought before it."""
-    has_form, use = body.to_grammar() is not None, body.tool_use
-    calls = CallingChoice(is_either=has_form, form=template.tool_form) if use.tools else None
-    may_think = template.reasoning != "none" and not has_form and not use.is_forced
-    thoughts = ThoughtReader(is_open=template.reasoning == "open") if may_think else None
+    """How a choice's text is read; None where it is shown as it is. `template`: that of the answer."""
+    has_form = body.to_grammar() is not None
+    calls = CallingChoice(is_either=has_form, form=template.tool_form) if body.tool_use.tools else None
+    thoughts = ThoughtReader(is_open=template.reasoning == "open") if template.reasoning != "none" else None
     return None if calls is None and thoughts is None else ReadChoice(thoughts=thoughts, calls=calls)
 
 
@@ -200,14 +199,18 @@ class PrefixCutter:
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks the body and submits its requests; errors become the answer's status."""
     services = await services.for_model(body.model)
-    template = services.chat_template
+    template = body.template_of_answer(services.chat_template)
     spec = await with_grammar(services, tenant, body.to_request(services.limits, template), arrival)
     state = await find_state(services, tenant, spec, arrival)
     text = spec.prompts[0]
     if state is not None and state.ends_with_answer:
         text = template.render_next(*core_messages(body.messages, template, body.tool_use.tools))
     prompt = await read_after(services, state, text, param="messages")
-    start = start_after(state, prompt) if state is not None else await _start(services, tenant, body, spec, prompt)
+    start = (
+        start_after(state, prompt)
+        if state is not None
+        else await _start(services, tenant, body, spec, prompt, template)
+    )
     envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     group = submit_group(
         services, tenant, spec, [start], request_id=envelope.id, arrival=arrival, is_stream=body.stream
@@ -216,8 +219,9 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     return Chat(group, body, template, services.backend.tokenizer, envelope, returned)
 
 
-async def _start(services: Services, tenant: str, body: ChatBody, spec: RequestSpec, prompt: Prompt) -> Start:
-    template = services.chat_template
+async def _start(
+    services: Services, tenant: str, body: ChatBody, spec: RequestSpec, prompt: Prompt, template: ChatTemplate
+) -> Start:
     return await services.prefix_resume.start(
         tenant,
         prompt.ids,

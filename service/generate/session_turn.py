@@ -247,7 +247,7 @@ async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -
     version = body.expected_version
     if body.messages is not None:
         head = await services.store.get(key)
-        template = services.chat_template
+        template = body.template_of_answer(services.chat_template)
         messages = core_messages(body.messages, template)
         text, is_bound = await text_after(services.store, head, services.backend.tokenizer, template, messages)
         ids = tuple(await services.prompts.encode(text, param="messages"))

@@ -88,15 +88,16 @@ class TurnPlan:
 async def plan_turn(
     scope: TenantScope,
     base: Chain | None,
+    template: ChatTemplate,
     *,
     instructions: str | None,
     items: Sequence[Item],
 ) -> TurnPlan:
-    """The turn that reads `items` after `base` (None: after nothing).
+    """The turn that reads `items` after `base` (None: after nothing). `template`: that of the answer.
 
     Raises NotFound or InvalidRequest.
     """
-    encoder, template = scope.services.prompts, scope.services.chat_template
+    encoder = scope.services.prompts
     text_ids = await encoder.encode(_text(template, base, items), param="input")
     if base is not None and base.instructions == instructions:
         return TurnPlan(
@@ -121,9 +122,10 @@ async def plan_turn(
     )
 
 
-async def plan_first_turn(scope: TenantScope, state: StartState, *, items: Sequence[Item]) -> TurnPlan:
+async def plan_first_turn(
+    scope: TenantScope, state: StartState, template: ChatTemplate, *, items: Sequence[Item]
+) -> TurnPlan:
     """The first turn of a chain that begins from `state`. Raises InvalidRequest."""
-    template = scope.services.chat_template
     messages = messages_of(items, template.tool_form)
     text = template.render_next(*messages) if state.ends_with_answer else template.render(messages)
     ids = await scope.services.prompts.encode(text, param="input")

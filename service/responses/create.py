@@ -103,7 +103,7 @@ async def _open_stored(
         input=items,
         conversation_id=body.conversation,
         digest=digest,
-        reasoning=scope.services.chat_template.reasoning,
+        reasoning=body.template_of_answer(scope.services.chat_template).reasoning,
         tool_form=scope.services.chat_template.tool_form,
         earlier=earlier,
     )
@@ -149,12 +149,13 @@ async def make_plan(scope: TenantScope, body: ContextFields, context: Context, i
     read = [*context.unread, *items]
     if not read:
         raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
+    template = body.template_of_answer(scope.services.chat_template)
     if body.state is not None:
         deadline = time.monotonic() + scope.services.settings.request_timeout_s
         state = await scope.services.states.start(scope.tenant, body.state, deadline=deadline)
-        return await plan_first_turn(scope, state, items=read)
-    instructions = body.read_instructions(scope.services.chat_template.tool_form)
-    return await plan_turn(scope, context.chain, instructions=instructions, items=read)
+        return await plan_first_turn(scope, state, template, items=read)
+    instructions = body.read_instructions(template.tool_form)
+    return await plan_turn(scope, context.chain, template, instructions=instructions, items=read)
 
 
 async def _after_response(scope: TenantScope, response_id: str) -> Context:

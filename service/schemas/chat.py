@@ -165,8 +165,13 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, St
             nested=True,
         )
 
+    def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
+        """An answer in a form, or a call that must come, has no thought before it. Raises InvalidRequest."""
+        has_form = self.to_grammar() is not None or self.tool_use.is_forced
+        return template.without_thought() if has_form else template
+
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
-        """The prompt is the chat as the model reads it. Raises InvalidRequest."""
+        """The prompt is the chat as the model reads it; `template`: that of the answer. Raises InvalidRequest."""
         use = self.tool_use
         check_n(self.n, 1, limits.max_choices)
         self.check_returned(self.n)

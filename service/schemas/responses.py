@@ -234,6 +234,10 @@ class ContextFields(RequestBody):
             nested=False,
         )
 
+    def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
+        """A call that must come has no thought before it. Raises InvalidRequest."""
+        return template.without_thought() if self.tool_use.is_forced else template
+
     def read_instructions(self, form: ToolFormName) -> str | None:
         """What is read in front of the chain: the instructions, and the tools."""
         tools = self.tool_use.tools
@@ -288,6 +292,11 @@ class CreateResponseBody(SamplingFields, ContextFields):
     def text_format(self) -> dict[str, Any]:
         """As the response shows it."""
         return (self.text or {}).get("format") or {"type": "text"}
+
+    def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
+        """Nor has an answer in a form. Raises InvalidRequest."""
+        has_form = self.text_format["type"] != "text"
+        return template.without_thought() if has_form else super().template_of_answer(template)
 
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """Raises InvalidRequest."""

@@ -238,6 +238,10 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
         """Fields that do not tell two requests apart; a body without messages has the digest that it always had."""
         return set(self.non_semantic_fields) | (set() if self.messages else {"messages"})
 
+    def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
+        """An answer in a form has no thought before it."""
+        return template if self.to_grammar() is None else template.without_thought()
+
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The one prompt is the input. An answer to messages ends where the template says. Raises InvalidRequest."""
         max_tokens = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS)

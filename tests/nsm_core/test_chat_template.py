@@ -42,6 +42,34 @@ def test_a_prompt_tells_what_no_later_prompt_has() -> None:
     assert get_template(chatml + "[assistant]\n<think>").opening == "\n<think>"
 
 
+CHATML = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}[/]\n{% endfor %}[assistant]\n"
+
+
+def test_an_answer_that_has_a_form_begins_after_an_empty_thought() -> None:
+    """As models that were trained to think know it: by the twin among the names, by `enable_thinking` in Jinja."""
+    chat = [ChatMessage("user", "Who?"), ChatMessage("assistant", "Emma."), ChatMessage("user", "Where?")]
+    closed = get_template("rwkv-think-v1").without_thought()
+    assert closed.render(chat[:1]) == get_template("rwkv-no-think-v1").render(chat[:1])
+    assert closed.render(chat).startswith("User: Who?\n\nAssistant: Emma.\n\nUser: Where?")
+    assert closed.render_next(chat[2]) == "\n\nUser: Where?\n\nAssistant: <think>\n</think"
+    assert (closed.reasoning, closed.opening) == ("none", " <think>\n</think")
+    own_form = "<think>\n{% if enable_thinking is defined and not enable_thinking %}</think>\n{% endif %}"
+    for end, empty in (
+        ("<think>\n", "<think>\n\n</think>\n\n"),
+        ("<think>", "<think>\n\n</think>\n\n"),
+        (own_form, "<think>\n</think>\n"),
+    ):
+        thinking = get_template(CHATML + end)
+        assert thinking.reasoning == "open"
+        assert thinking.without_thought().render(chat[:1]) == "[user]\nWho?[/]\n[assistant]\n" + empty
+
+
+@pytest.mark.parametrize("name", ["plain-v1", "rwkv-v1", "rwkv-no-think-v1"])
+def test_a_template_that_opens_no_thought_closes_none(name: str) -> None:
+    messages = [ChatMessage("user", "Who?")]
+    assert get_template(name).without_thought().render(messages) == get_template(name).render(messages)
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_X24_other_programs_render_the_same_text(template: ChatTemplate) -> None:
     """By the options with which `transformers` renders templates."""

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsm_core.tokenizer import Tokenizer
 from service.generate.thoughts import ThoughtReader
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, frames_of, gateway
+from tests.support.rwkv7 import rwkv7_backend
+from tests.support.schemas import MAX_TOKENS, POINT, check_json
 
 CASES = [
     (False, "<think>\nWho?\n\nEmma.\n</think>\n\nIt is Emma. ", "Who?\n\nEmma.", "It is Emma. "),
@@ -83,3 +86,53 @@ async def test_an_answer_without_tags_and_one_in_a_form_are_as_they_are() -> Non
         assert message == {"role": "assistant", "content": "Emma.", "refusal": None}
     async with gateway(FakeBackend("<think>Hm</think>Emma.")) as server:  # plain-v1 has no thoughts
         assert (await chat(server)).json()["choices"][0]["message"]["content"] == "<think>Hm</think>Emma."
+
+
+FUNCTION = {"name": "locate", "parameters": POINT}
+CHAT_TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
+TOOLS = {"tools": [{"type": "function", **FUNCTION}]}
+FORM = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+MESSAGES = {"messages": [{"role": "user", "content": "Where?"}]}
+CHAT, RESPONSES, TURN = "/v1/chat/completions", "/v1/responses", "/v1/sessions/s/generate"
+IN_A_FORM: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, MESSAGES | CHAT_TOOLS | {"tool_choice": "required"}),
+    (CHAT, MESSAGES | {"response_format": FORM}),
+    (CHAT, MESSAGES | CHAT_TOOLS | {"response_format": FORM}),
+    (RESPONSES, {"input": "Where?", **TOOLS, "tool_choice": "required"}),
+    (RESPONSES, {"input": "Where?", "store": False, **TOOLS, "tool_choice": {"type": "function", "name": "locate"}}),
+    (RESPONSES, {"input": "Where?", "text": {"format": {"type": "json_schema", "name": "point", "schema": POINT}}}),
+    (TURN, MESSAGES | {"guided_json": POINT}),
+]
+FREE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, MESSAGES),
+    (CHAT, MESSAGES | CHAT_TOOLS),
+    (RESPONSES, {"input": "Where?", **TOOLS}),
+    (TURN, MESSAGES),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [(*case, "User: Where?\n\nAssistant: <think>\n</think") for case in IN_A_FORM]
+    + [(*case, "User: Where?\n\nAssistant: <think") for case in FREE],
+)
+async def test_only_an_answer_in_a_form_begins_after_an_empty_thought(
+    path: str, body: dict[str, Any], end: str
+) -> None:
+    backend = FakeBackend(">")
+    async with gateway(backend, chat_template="rwkv-think-v1") as server:
+        assert (await server.client.post("/v1/sessions", json={"id": "s"})).status_code == 200
+        response = await server.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+    assert backend.tokenizer.decode(backend.requests[-1].prompt_ids).endswith(end)
+
+
+async def test_a_call_that_must_come_is_no_thought(tiny_tokenizer: Tokenizer) -> None:
+    async with gateway(rwkv7_backend(tiny_tokenizer), chat_template="rwkv-think-v1") as server:
+        forced = CHAT_TOOLS | {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 2 * MAX_TOKENS}
+        message = (await chat(server, **forced)).json()["choices"][0]["message"]
+        assert "reasoning_content" not in message
+        check_json(message["tool_calls"][0]["function"]["arguments"], POINT)
+        fields = {"input": "Where?", "text": {"format": IN_A_FORM[5][1]["text"]["format"]}, "max_output_tokens": 300}
+        (item,) = (await server.client.post(RESPONSES, json=fields)).json()["output"]
+        check_json(item["content"][0]["text"], POINT)
