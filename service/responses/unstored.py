@@ -90,7 +90,9 @@ async def _start(opening: Opening, position: LogPosition) -> ResumedSession | No
     if hot is not None:
         head = await services.store.get(key)
         if hot.known == (head.created_at, head.version) and head.version == position.version:
-            return resume_known(head, hot.snapshot, model=backend.model, tokenizer=backend.tokenizer)
+            snapshot = await services.turns.keeper.bytes_of(hot.snapshot)  # which may go on in any engine
+            if snapshot is not None:
+                return resume_known(head, snapshot, model=backend.model, tokenizer=backend.tokenizer)
     stored = await services.store.load(key)
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, ResumedSession) and stored.head.version == position.version

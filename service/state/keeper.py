@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from nsm_core.engine.request import Finished
+from nsm_core.errors import EngineDead
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
@@ -124,6 +125,13 @@ class StateKeeper:
         if snapshot is None and self._states.get(hot.head.key) is hot:
             self._states.remove(hot.head.key)
         return snapshot
+
+    async def bytes_of(self, snapshot: Snapshot) -> Snapshot | None:
+        """The same with its bytes; None if they cannot be had, because the engine has ended or gave it up."""
+        try:
+            return await self._engine.fetch(snapshot)
+        except EngineDead:
+            return None
 
     def is_held(self, start: ResumedSession) -> bool:
         """Whether the turn that begins so leaves its state with the engine."""

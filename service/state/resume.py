@@ -86,6 +86,11 @@ class ResumedSession:
         return self.head.position - self.position
 
     @property
+    def is_held(self) -> bool:
+        """Whether the engine holds the state, so that only this engine can start from it."""
+        return self.snapshot is not None and self.snapshot.held is not None
+
+    @property
     def is_cold(self) -> bool:
         """Whether the session has a log and nothing of it is stored as a state."""
         return self.snapshot is None and self.replay is None and self.head.position > 0

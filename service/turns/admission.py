@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
+from nsm_core.errors import EngineDead, NotFound, NsmError, Overloaded, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.background import with_priority
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
@@ -27,7 +28,7 @@ from service.telemetry.metrics.sessions import Source
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
-from service.turns.execution import TurnExecution
+from service.turns.execution import SecondStart, TurnExecution
 from service.turns.lease import HeldLease, Leases
 from service.turns.turn import Turn
 
@@ -84,8 +85,7 @@ class TurnAdmission:
             num_own_bytes = 0 if held.record is None else len(held.record.request)
             await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=num_own_bytes)
             start = await self._resume(held, request)
-            asked = start.generation_request(request, hold_state=self.keeper.is_held(start))
-            return self._submit(turn, held, start, request, asked)
+            return await self._submit(turn, held, start, request, functools.partial(self._ask, request))
         except BaseException:
             with contextlib.suppress(NsmError):
                 await held.forget_turn(request.request_id)
@@ -99,29 +99,53 @@ class TurnAdmission:
             raise StateMismatch(await asyncio.to_thread(_other_turn, model_fingerprint, model.fingerprint))
         tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
         start = await self._resume(held, request)
-        generation_request = dataclasses.replace(
-            start.generation_request(request, hold_state=self.keeper.is_held(start)),
-            request_id=f"{record.turn_id}/{held.fence}",
-            sampled_ids=tuple(token.token_id for token in tokens),
-        )
-        run = self._submit(turn, held, start, request, generation_request, tokens, len(record.chunks))
+
+        def ask(start: ResumedSession) -> GenerationRequest:
+            return dataclasses.replace(
+                self._ask(request, start),
+                request_id=f"{record.turn_id}/{held.fence}",
+                sampled_ids=tuple(token.token_id for token in tokens),
+            )
+
+        run = await self._submit(turn, held, start, request, ask, tokens, len(record.chunks))
         turn.identity, turn.digest = record.identity, record.digest
         logger.warning("session %s: a turn is taken over after %d tokens", head.session_id, len(tokens))
         self.metrics.sessions.turn_taken_over()
         return run
 
-    def _submit(
+    def _ask(self, request: TurnRequest, start: ResumedSession) -> GenerationRequest:
+        return start.generation_request(request, hold_state=self.keeper.is_held(start))
+
+    async def _submit(
         self,
         turn: Turn,
         held: HeldLease,
         start: ResumedSession,
         request: TurnRequest,
-        generation_request: GenerationRequest,
+        ask: Callable[[ResumedSession], GenerationRequest],
         earlier: Sequence[StoredToken] = (),
         num_chunks: int = 0,
     ) -> TurnExecution:
-        with naming(request.key.session_id):
-            generation = self.backend.submit(with_priority(generation_request))
+        """`ask`: what to ask the engine for, by the start."""
+
+        def submit(start: ResumedSession) -> SecondStart:
+            asked = ask(start)
+            with naming(request.key.session_id):
+                generation = self.backend.submit(with_priority(asked))
+            return SecondStart(generation=generation, start=start, request=asked)
+
+        async def start_again() -> SecondStart:
+            self.backend.require_room()
+            await held.start_without(self.keeper.bytes_of)
+            return submit(await self._resume(held, request))
+
+        try:
+            first = submit(start)
+        except (EngineDead, Overloaded):
+            if not start.is_held:
+                raise
+            first = await start_again()  # the engine with the state is full or has ended
+        generation, start, generation_request = first.generation, first.start, first.request
         replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(
             generation,
@@ -139,6 +163,7 @@ class TurnAdmission:
             render_options=request.render_options,
             earlier=earlier,
             num_chunks=num_chunks,
+            start_again=start_again,
             metrics=self.metrics,
             keeper=self.keeper,
             record_ttl_s=self.record_ttl_s,

@@ -9,7 +9,7 @@ import secrets
 import time
 
 from nsm_core.engine.request import EndState, Finished, GenerationRequest
-from nsm_core.errors import NsmError
+from nsm_core.errors import EngineDead, NsmError, Overloaded
 from nsm_core.sampling.params import SEED_BITS, SamplingParams
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
@@ -99,7 +99,16 @@ async def _append(
     await tenants.check_stored_bytes(request.key.tenant)
     start = await _resume(backend, store, held)
     asked = start.generation_request(_as_turn(request))
-    finished, end = await _read(backend, turn, asked)
+    try:
+        finished, end = await _read(backend, turn, asked)
+    except (EngineDead, Overloaded):
+        if not start.is_held:
+            raise
+        backend.require_room()  # of another engine: the one with the state is full, or has lost it
+        await held.start_without(keeper.bytes_of)
+        start = await _resume(backend, store, held)
+        asked = start.generation_request(_as_turn(request))
+        finished, end = await _read(backend, turn, asked)
     new_ids = start.new_log_ids(end)
     snapshot = start.next_snapshot(
         end, seed=asked.sampling.seed, created_at=time.time(), state_format=held.state_format

@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
-from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
+from nsm_core.errors import EngineDead, LeaseLost, NsmError, Overloaded, TurnCancelled, VersionConflict
 from service.backends.base import Generation
 from service.state.keeper import StateKeeper
 from service.state.resume import ResumedSession
@@ -29,10 +29,20 @@ MAX_INLINE_TOKENS = 512  # of a result that is encoded on the event loop: a thre
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SecondStart:
+    """Of a turn that its engine refused before the first token."""
+
+    generation: Generation
+    start: ResumedSession
+    request: GenerationRequest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnExecution:
     """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
 
-    `earlier`: what another process sampled of the turn, written down in so many chunks.
+    `earlier`: what another process sampled of the turn, written down in so many chunks. `start_again`: admits it once
+    more, without a state that an engine holds; None the second time.
     """
 
     turn: Turn
@@ -43,6 +53,7 @@ class TurnExecution:
     render_options: Mapping[str, Any]
     earlier: Sequence[StoredToken]
     num_chunks: int
+    start_again: Callable[[], Awaitable[SecondStart]] | None
     metrics: Metrics
     keeper: StateKeeper
     record_ttl_s: float
@@ -51,12 +62,29 @@ class TurnExecution:
     async def execute(self) -> TurnOutcome:
         """Committed, or failed with an error that a client may see."""
         try:
-            return await self._commit_or_fail(*await self._sample())
+            finished, tokens = await self._sample()
+            again = await self._admitted_again(finished) if len(tokens) == len(self.earlier) else None
+            return await (self._commit_or_fail(finished, tokens) if again is None else again.execute())
         except Exception:
             request_id = self.request.request_id
             logger.exception("request %s failed", request_id)
             error = NsmError(f"internal error; the server's log has details under request id {request_id}")
             return await self._fail(Finished(reason=FinishReason.ERROR), error)
+
+    async def _admitted_again(self, finished: Finished) -> TurnExecution | None:
+        """The same turn, if its engine is full or lost the state, and there is room. The client sees nothing of it."""
+        is_lost = isinstance(finished.error, EngineDead) and self.start.is_held
+        if self.start_again is None or not (is_lost or isinstance(finished.error, Overloaded)):
+            return None
+        try:
+            second = await self.start_again()
+        except NsmError as error:
+            logger.info("request %s was not admitted elsewhere: %s", self.request.request_id, error)
+            return None  # the first refusal stands
+        self.turn.begin_again(second.generation, second.start)
+        return dataclasses.replace(
+            self, generation=second.generation, start=second.start, request=second.request, start_again=None
+        )
 
     async def _sample(self) -> tuple[Finished, list[StoredToken]]:
         log = TokenWriter(

@@ -74,6 +74,12 @@ class HeldLease:
             commit = dataclasses.replace(commit, retention=retention)
         return await self._write(self._store.commit, dataclasses.replace(commit, replica=self._replica))
 
+    async def start_without(self, bytes_of: Callable[[Snapshot], Awaitable[Snapshot | None]]) -> None:
+        """`hot` stays with an engine that cannot go on from it. In its place come its bytes, or what is stored."""
+        self.hot = None if self.hot is None else await bytes_of(self.hot)
+        if self.hot is None:
+            self.stored = await self._store.load(self._lease.key)
+
     async def rewind(self, rewind: Rewind) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
         return await self._write(self._store.rewind, rewind)

@@ -211,6 +211,12 @@ class Turn:
         self.attach(generation)
         self.begun.set()
 
+    def begin_again(self, generation: Generation, start: ResumedSession) -> None:
+        """The engine refused it before its first token, and it was admitted once more, maybe by another engine."""
+        self.other_numerics = start.other_numerics
+        self.rebuilt = start.rebuilt
+        self.attach(generation)
+
     def attach(self, generation: Generation) -> None:
         """Sets the generation that `stop` cancels."""
         self._generation = generation

@@ -32,14 +32,18 @@ async def engine_socket(engine: LocalBackend) -> AsyncIterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def devices_backend(*engines: LocalBackend) -> AsyncIterator[DevicesBackend]:
-    """A gateway's backend on all of them, started."""
+async def engine_backends(*engines: LocalBackend) -> AsyncIterator[list[ProcessBackend]]:
+    """A gateway's backend on each of them, not started."""
     async with contextlib.AsyncExitStack() as stack:
         paths = [await stack.enter_async_context(engine_socket(engine)) for engine in engines]
-        indices = [EngineIndex(index, len(paths)) for index in range(len(paths))]
-        backend = DevicesBackend(
-            [("cpu", ProcessBackend(path, index=index)) for path, index in zip(paths, indices, strict=True)]
-        )
+        yield [ProcessBackend(path, index=EngineIndex(index, len(paths))) for index, path in enumerate(paths)]
+
+
+@contextlib.asynccontextmanager
+async def devices_backend(*engines: LocalBackend) -> AsyncIterator[DevicesBackend]:
+    """A gateway's backend on all of them, started."""
+    async with engine_backends(*engines) as backends:
+        backend = DevicesBackend([("cpu", one) for one in backends])
         await backend.start()
         try:
             yield backend

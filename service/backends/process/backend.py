@@ -333,6 +333,8 @@ class ProcessBackend:
         for number, end in step.ends:
             end = self._of_all(end)
             num_tokens = self._handles[number].num_tokens
+            if isinstance(end.error, Overloaded) and not num_tokens:  # as others filled it: until it tells otherwise
+                self._num_others = max(self._num_others, self.max_requests)
             if end.error is not None and end.completion_tokens < num_tokens:  # of one who did not see the tokens
                 end = dataclasses.replace(end, completion_tokens=num_tokens)
             self._handles[number].deliver(end)

@@ -19,6 +19,7 @@ from service.backends.base import DeviceStats
 from service.backends.process.backend import ProcessBackend
 
 FIND_S = 1.0  # a turn waits no longer to learn which engine holds its state
+FETCH_S = 5.0  # nor for its megabytes: to read the log takes about as long
 MAX_PROMPTS = 1_024  # shared prompts whose engines are known
 
 
@@ -90,7 +91,14 @@ class DevicesBackend:
         return all(engine.holds_states for engine in self._engines)
 
     async def fetch_state(self, number: int) -> bytes | None:
-        return await self._owner(number).fetch_state(number)
+        """None also of an engine that is not up, or says nothing in FETCH_S."""
+        owner = self._owner(number)
+        if not owner.is_ready():
+            return None
+        try:
+            return await asyncio.wait_for(owner.fetch_state(number), FETCH_S)
+        except (TimeoutError, EngineDead):
+            return None
 
     async def find_state(self, name: str) -> NamedState | None:
         """Of any engine that is up; one that says nothing in FIND_S has none."""

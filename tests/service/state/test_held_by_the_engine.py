@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, NamedState
+from nsm_core.errors import EngineDead, NsmError, Overloaded
 from nsm_core.state.snapshot import Snapshot
 from service.state.copies import create_copy, read_copy
 from service.state.keeper import SnapshotPolicy
 from service.stores.sessions.key import SessionKey
-from tests.support.fakes import FakeBackend, state_after
-from tests.support.turns import KEY, TurnHarness, make_harness
+from tests.support.fakes import STATE_BYTES, FakeBackend, FakeGeneration, state_after
+from tests.support.turns import KEY, TurnHarness, collect, make_harness
 
 LIMIT = 20
 POLICY = SnapshotPolicy(max_bytes=10**6, limit=LIMIT, idle_s=3600.0)
@@ -90,3 +96,97 @@ async def test_a_copy_begins_at_the_state_of_its_source() -> None:
         fetched = await harness.turns.keeper.fetch(hot)
         assert isinstance(fetched, Snapshot)
         assert await harness.turns.keeper.find(KEY) is None
+
+
+class Refusing(FakeBackend):
+    """As an engine in another process: it refuses a request with `error` after it was sent, once. `submit_error`: at
+    once, a request that starts from a held state.
+    """
+
+    error_once: NsmError | None = None
+    submit_error: NsmError | None = None
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if self.submit_error is not None and request.resume is not None and request.resume.held is not None:
+            raise self.submit_error
+        if self.error_once is None:
+            return super().submit(request)
+        refused, self.error_once = Refused(self, request, self.error_once), None
+        return refused
+
+
+class Refused(FakeGeneration):
+    def __init__(self, backend: FakeBackend, request: GenerationRequest, error: NsmError) -> None:
+        super().__init__(backend, request)
+        self._error = error
+
+    async def events(self) -> AsyncIterator[Event]:
+        yield Finished(reason=FinishReason.ERROR, error=self._error)
+
+
+def refusing() -> Refusing:
+    return Refusing("abcdefghijklmnopqrstuvwxyz" * 40, replays_exactly=True, holds_states=True)
+
+
+async def all_read(harness: TurnHarness) -> bool:
+    """Whether the state of the session is that of its log, read once."""
+    head, hot = await harness.store.get(KEY), await harness.turns.keeper.find(KEY)
+    snapshot = None if hot is None else await harness.turns.keeper.fetch(hot)
+    log = await harness.store.read_log(KEY)
+    return snapshot is not None and snapshot.state == state_after(log[: head.position])
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_a_state_that_goes_between_lookup_and_start_costs_only_the_reading(is_at_once: bool) -> None:
+    backend = refusing()
+    async with make_harness(backend, policy=POLICY) as harness:
+        await harness.say(1, 2, 3)
+        found = backend.find_state
+
+        async def find_and_lose(name: str) -> NamedState | None:
+            state = await found(name)
+            backend.states.lose()
+            backend.find_state = found  # type: ignore[method-assign]
+            if not is_at_once:
+                backend.error_once = EngineDead("it does not hold the state")
+            return state
+
+        backend.find_state = find_and_lose  # type: ignore[method-assign]
+        tokens, end = await collect(await harness.open(4))
+        assert (end.error, len(tokens), end.finished.replayed_tokens) == (None, 4, 7)
+        assert [token.index for token in tokens] == [1, 2, 3, 4]
+        assert await all_read(harness)
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_a_turn_whose_engine_is_full_takes_its_state_to_another(is_at_once: bool) -> None:
+    backend = refusing()
+    async with make_harness(backend, policy=POLICY) as harness:
+        await harness.say(1, 2, 3)
+        full = Overloaded("the queue is full")
+        backend.submit_error, backend.error_once = (full, None) if is_at_once else (None, full)
+        end = await harness.say(4)
+        assert (end.error, end.finished.replayed_tokens) == (None, 0)
+        resume = backend.requests[-1].resume
+        assert resume is not None
+        assert (resume.held, len(resume.state)) == (None, STATE_BYTES)
+        assert await all_read(harness)
+
+
+async def test_without_another_engine_the_first_refusal_stands() -> None:
+    backend = refusing()
+    async with make_harness(backend, policy=POLICY) as harness:
+        before = (await harness.say(1, 2, 3)).head
+        backend.error_once = EngineDead("it ended")
+        turn = await harness.open(4)
+        backend.is_full = True
+        end = (await collect(turn))[1]
+        assert isinstance(end.error, EngineDead)
+        backend.is_full = False
+        backend.submit_error = Overloaded("the engine with the state is full")
+        backend.is_full = True
+        with pytest.raises(Overloaded):
+            await harness.open(4)
+        backend.is_full = False
+        assert await harness.store.get(KEY) == before
+        assert (await harness.say(4)).error is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from service.backends.base import Generation
 from service.backends.process.backend import ProcessBackend
 from service.backends.process.devices import DevicesBackend
 from tests.nsm_core.engine.harness import make_request, random_ids
-from tests.support.engine_process import devices_backend, engine_socket
+from tests.support.engine_process import devices_backend, engine_backends, engine_socket
+from tests.support.gateway import gateway
 from tests.support.models import local_backend
 from tests.support.triton_servers import eventually
 
@@ -132,3 +134,36 @@ async def test_a_held_state_leads_to_its_engine_and_has_one_name_in_all(tiny_tok
             assert len(await backend.fetch_state(found.number) or b"") == backend.model.state_bytes
         backend.forget_state("session")
         assert await backend.find_state("session") is None
+
+
+async def test_turns_of_a_full_engine_go_on_in_the_other(tiny_tokenizer: Tokenizer) -> None:
+    engines = [local_backend(tiny_tokenizer, max_slots=1, queue_limit=0) for _ in range(2)]
+    for engine in engines:  # of others each turn stores its state
+        engine._model = dataclasses.replace(engine.model, replays_exactly=True)
+    async with engine_backends(*engines) as (one, two):
+        backend = DevicesBackend([("cpu", one), ("cpu", two)])
+        async with gateway(backend) as server:
+
+            async def post(path: str, **body: object) -> tuple[int, dict[str, Any]]:
+                body = {"input": "x", **body}
+                answer = await server.client.post(f"/v1/sessions{path}", json=body if path else {"id": "s"})
+                return answer.status_code, answer.json()
+
+            async def owner() -> ProcessBackend:
+                held = await backend.find_state("default/s")
+                assert held is not None
+                return (one, two)[held.number % 2]
+
+            turn = {"max_tokens": 3, "ignore_eos": True}
+            assert (await post(""))[0] == 200
+            assert (await post("/s/generate", **turn))[0] == 200
+            for path, body in (("/s/generate", turn), ("/s/generate", turn), ("/s/append", {})):
+                first = await owner()
+                filling = first.submit(make_request("fills", random_ids(1, 5), max_tokens=ENDLESS))
+                await anext(filling.events())
+                status, answer = await post(path, **body)
+                assert status == 200, answer
+                assert path == "/s/append" or await owner() is not first
+                filling.cancel()
+                await end_of(filling)
+            assert server.metric("nsm_replayed_tokens_total") == 0
