@@ -18,9 +18,11 @@ from service.cli.stores import opened_store, source_settings, target_settings
 
 if TYPE_CHECKING:
     from service.settings import Settings
-    from service.transfer.backup import Outcome, TransferResult
+    from service.transfer.backup import Outcome, TransferResult, What
 
-Tenant = Annotated[str | None, typer.Option(help="Only this tenant's sessions.", show_default="all tenants")]
+Tenant = Annotated[
+    str | None, typer.Option(help="Only what this tenant has; '*': what is published.", show_default="all tenants")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace sessions that are there under the same id.")]
 
 SAID: dict[Outcome, str] = {
@@ -31,6 +33,7 @@ SAID: dict[Outcome, str] = {
     "gone": "deleted meanwhile",
     "failed": "not written",
 }
+SAID_OF_STATE = "skipped: another one has the name and version (delete it first to restore this one)"
 
 
 def backup(
@@ -39,7 +42,7 @@ def backup(
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
-    """Write all sessions, responses and conversations into one file."""
+    """Write all sessions, responses, conversations and named states into one file."""
     if not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {file.parent}", param_hint="'FILE'")
     tally = Tally()
@@ -88,7 +91,7 @@ def copy(
     overwrite: Overwrite = False,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy all sessions, responses and conversations from one store into another."""
+    """Copy all sessions, responses, conversations and named states from one store into another."""
     from nsm_core.errors import ConfigError
 
     settings = (source_settings(data_dir, source), target_settings(data_dir, target))
@@ -124,34 +127,35 @@ async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label:
 
 
 class Tally:
-    """Outcomes by number of sessions and documents."""
+    """Outcomes by number of sessions, documents and named states."""
 
     def __init__(self) -> None:
-        self._sessions: Counter[Outcome] = Counter()
-        self._documents: Counter[Outcome] = Counter()
+        self._counts: dict[What, Counter[Outcome]] = {what: Counter() for what in ("session", "document", "state")}
         self._odd: list[TransferResult] = []
 
     @property
     def num_sessions(self) -> int:
-        return self._sessions.total()
+        return self._counts["session"].total()
 
     def add(self, result: TransferResult) -> None:
-        (self._documents if result.is_document else self._sessions)[result.outcome] += 1
+        self._counts[result.what][result.outcome] += 1
         if result.outcome in ("exists", "failed"):
             self._odd.append(result)
 
     def show(self, title: str) -> None:
         """The counts; on standard error the failures, and exit status 1 after one."""
         for result in self._odd:
-            reason = SAID[result.outcome] if result.error is None else f"{SAID[result.outcome]}: {result.error}"
+            said = SAID_OF_STATE if (result.what, result.outcome) == ("state", "exists") else SAID[result.outcome]
+            reason = said if result.error is None else f"{said}: {result.error}"
             note(f"{result.name.tenant}/{result.name.session_id}: {reason}")
         print(f"{title}: {self}")
-        if self._sessions["failed"] + self._documents["failed"]:
+        if any(counts["failed"] for counts in self._counts.values()):
             raise typer.Exit(1)
 
     def __str__(self) -> str:
-        documents = f"; documents: {_counted(self._documents)}" if self._documents else ""
-        return (_counted(self._sessions) or "no sessions") + documents
+        names: dict[What, str] = {"document": "documents", "state": "named states"}
+        more = (f"; {name}: {_counted(self._counts[what])}" for what, name in names.items() if self._counts[what])
+        return (_counted(self._counts["session"]) or "no sessions") + "".join(more)
 
 
 def _counted(counts: Counter[Outcome]) -> str:

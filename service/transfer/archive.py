@@ -1,6 +1,6 @@
-"""Many sessions, and documents, as one stream of bytes, written and read one at a time.
+"""Sessions, documents and named states as one stream of bytes, written and read one at a time.
 
-Byte format 1, all integers little endian:
+Byte format 2, all integers little endian:
 
     magic "NSMARCH" and a zero byte, 4 bytes format version
     one entry a session:
@@ -12,10 +12,15 @@ Byte format 1, all integers little endian:
         16       checksum over the entry before this: XXH3-128
     one entry a document:
         as above, with "RECD" for "SESS": the header is tenant, kind and id, and the JSON document stands for the file
+    one entry a version of a named state:
+        as above, with "STAT": the header has the state's fields, newest and has_text; for the file stand 8 bytes with
+        the length of the text, the text in UTF-8, and the state as a session file
     the end:
         4 bytes  "END" and a zero byte
         8 bytes  number of entries
         16       checksum over the checksums of all entries and this number
+
+Format 1 is the same without named states.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, get_args
 
 from nsm_core.errors import InvalidRequest, NsmError
@@ -32,16 +37,21 @@ from service.state.copies import SessionCopy
 from service.stores.records.base import Kind, OwnedRecord
 from service.stores.sessions.base import SessionHead
 from service.transfer.session_file import read_file, write_file
+from service.transfer.state_copies import StateCopy, decode_state, encode_state
 
 MAGIC = b"NSMARCH\0"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, FORMAT_VERSION)
 NO_TOKENIZER = "none"  # of an empty session: it has no token that a tokenizer would have to explain
 
 _START = struct.Struct("<8sI")
 _ENTRY = struct.Struct("<4sIQ")
 _COUNT = struct.Struct("<Q")
-_SESSION_TAG, _DOCUMENT_TAG, _END_TAG = b"SESS", b"RECD", b"END\0"
+_SESSION_TAG, _DOCUMENT_TAG, _STATE_TAG, _END_TAG = b"SESS", b"RECD", b"STAT", b"END\0"
 _READ_BYTES = 1024 * 1024  # at once: a damaged length must not ask for all memory
+
+
+Content = SessionCopy | OwnedRecord | StateCopy
 
 
 class ArchiveDamaged(InvalidRequest):
@@ -54,9 +64,9 @@ class ArchiveDamaged(InvalidRequest):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArchiveEntry:
-    """One session or document, checked, and how many bytes of the archive have been read with it."""
+    """One session, document or named state, checked, and how many bytes of the archive have been read with it."""
 
-    content: SessionCopy | OwnedRecord
+    content: Content
     num_bytes_read: int
 
 
@@ -79,6 +89,10 @@ class ArchiveWriter:
         fields = {"tenant": owned.tenant, "kind": owned.kind, "id": owned.record_id}
         self._write(_DOCUMENT_TAG, fields, json.dumps(owned.document).encode("ascii"))
 
+    def add_state(self, copy: StateCopy) -> None:
+        fields, raw = encode_state(copy)
+        self._write(_STATE_TAG, fields, raw)
+
     def _write(self, tag: bytes, fields: dict[str, Any], raw: bytes) -> None:
         header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
         entry = _ENTRY.pack(tag, len(header), len(raw)) + header + raw
@@ -96,7 +110,7 @@ class ArchiveWriter:
 
 
 def read_archive(file: IO[bytes]) -> Iterator[ArchiveEntry]:
-    """Sessions and documents in their order, each checked before it is given.
+    """Sessions, documents and states in their order, each checked before it is given.
 
     Raises ArchiveDamaged where the good part ends.
     """
@@ -116,7 +130,9 @@ class _Reader:
     def require_start(self) -> None:
         magic, version = _START.unpack(self._take(_START.size))
         self._require(magic == MAGIC, "it does not begin with the magic bytes")
-        self._require(version == FORMAT_VERSION, f"format version {version}, this build reads version {FORMAT_VERSION}")
+        self._require(
+            version in _READABLE, f"format version {version}, this build reads versions 1 and {FORMAT_VERSION}"
+        )
 
     def next_entry(self) -> ArchiveEntry | None:
         """None at the end, after it was found to be the right one."""
@@ -124,23 +140,21 @@ class _Reader:
         if tag == _END_TAG:
             self._require_end()
             return None
-        is_session = tag == _SESSION_TAG
-        self._require(is_session or tag == _DOCUMENT_TAG, "there is no session where the next one should be")
+        self._require(tag in _PARSERS, "there is no session where the next one should be")
         prefix = tag + self._take(_ENTRY.size - len(tag))
         _, header_bytes, file_bytes = _ENTRY.unpack(prefix)
         header, raw = self._take(header_bytes), self._take(file_bytes)
         entry_checksum = self._take(CHECKSUM_BYTES)
         self._require(entry_checksum == checksum(prefix, header, raw), "a session's checksum does not match")
-        content = self._parse(header, raw, is_session=is_session)
+        content = self._parse(tag, header, raw)
         self._checksum.update(entry_checksum)
         self._num_entries += 1
-        self._num_sessions += is_session
+        self._num_sessions += tag == _SESSION_TAG
         return ArchiveEntry(content, self._num_bytes)
 
-    def _parse(self, header: bytes, raw: bytes, *, is_session: bool) -> SessionCopy | OwnedRecord:
+    def _parse(self, tag: bytes, header: bytes, raw: bytes) -> Content:
         try:
-            fields = json.loads(header)
-            return _copy_of(fields, raw) if is_session else _document_of(fields, raw)
+            return _PARSERS[tag](json.loads(header), raw)
         except (NsmError, ValueError, TypeError, KeyError) as error:
             raise self._damaged(str(error)) from error
 
@@ -201,3 +215,10 @@ def _document_of(fields: dict[str, Any], raw: bytes) -> OwnedRecord:
     if kind not in get_args(Kind) or not isinstance(document, dict):
         raise ValueError(f"a document of kind {kind!r}, which this build does not know")
     return OwnedRecord(tenant=str(fields["tenant"]), kind=kind, record_id=str(fields["id"]), document=document)
+
+
+_PARSERS: dict[bytes, Callable[[dict[str, Any], bytes], Content]] = {
+    _SESSION_TAG: _copy_of,
+    _DOCUMENT_TAG: _document_of,
+    _STATE_TAG: decode_state,
+}

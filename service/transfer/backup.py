@@ -1,4 +1,4 @@
-"""Whole stores: all their sessions and documents into a file, out of one, or from one store into another."""
+"""Whole stores: all sessions, documents and named states into a file, out of one, or from store to store."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from nsm_core.errors import InvalidRequest, NotFound, NsmError, SessionBusy, SnapshotCorrupt
+from nsm_core.errors import InvalidRequest, NotFound, NsmError, SessionBusy, SnapshotCorrupt, VersionConflict
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.stores.records.base import ABSENT, OwnedRecord, RecordStore
 from service.stores.records.factory import records_beside
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
-from service.transfer.archive import ArchiveWriter, read_archive
+from service.stores.states.base import NamedState, StateStore
+from service.stores.states.factory import states_beside
+from service.transfer.archive import ArchiveWriter, Content, read_archive
+from service.transfer.state_copies import StateCopy, all_states, read_state, restore_state
 
 PAGE = 100
 
+What = Literal["session", "document", "state"]
 Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The result for one session or document. The key of a document has its kind and its id for the session's id.
+    """The result for one session, document (of a response or a conversation) or named state. For the session's id, the
+    key of a document has its kind and its id, and that of a state "state" and its name@version.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
-    meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far. `is_document`:
-    of a response or a conversation.
+    meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far.
     """
 
     name: SessionKey
     outcome: Outcome
     error: NsmError | None = None
     num_bytes_read: int = 0
-    is_document: bool = False
+    what: What = "session"
 
 
 async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionKey]:
@@ -62,10 +66,10 @@ async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[Sessi
 async def backup(
     store: SessionStore, names: Sequence[SessionKey], path: Path, *, tenant: str | None = None
 ) -> AsyncGenerator[TransferResult]:
-    """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
+    """Writes the sessions, each as of its newest commit, the documents and the named states, `tenant`'s only if given.
 
     `path` appears, or is replaced, when all are written.
-    A session that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is unchanged.
+    A session or a state that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is unchanged.
     """
     with _replacing(path) as out:
         archive = ArchiveWriter(out)
@@ -81,7 +85,17 @@ async def backup(
                 yield TransferResult(name, "written")
         async for owned in records_beside(store).scan(tenant=tenant):
             archive.add_document(owned)
-            yield TransferResult(_name_of(owned), "written", is_document=True)
+            yield TransferResult(_name_of(owned), "written", what="document")
+        states = states_beside(store)
+        for head in await all_states(states, tenant=tenant):
+            try:
+                archive.add_state(await read_state(states, head))
+            except NotFound:
+                yield TransferResult(_name_of_state(head), "gone", what="state")
+            except SnapshotCorrupt as error:
+                yield TransferResult(_name_of_state(head), "failed", error, what="state")
+            else:
+                yield TransferResult(_name_of_state(head), "written", what="state")
         archive.finish()
 
 
@@ -112,27 +126,45 @@ def _sync_directory(directory: Path) -> None:
 async def restore(
     store: SessionStore, file: IO[bytes], *, tenant: str | None = None, is_overwriting: bool = False
 ) -> AsyncGenerator[TransferResult]:
-    """Makes the sessions and documents of a backup, `tenant`'s only if given; each is checked before it is written.
+    """Makes the sessions, documents and states of a backup, `tenant`'s only if given; each is checked before it is
+    written. A state that is refused fails alone.
 
     Raises ArchiveDamaged where the file's good part ends: sessions yielded before are in the store.
     """
-    entries, records = read_archive(file), records_beside(store)
+    entries, records, states = read_archive(file), records_beside(store), states_beside(store)
     while (entry := await asyncio.to_thread(next, entries, None)) is not None:
         content, name = entry.content, _name_of(entry.content)
         if tenant not in (None, name.tenant):
             continue
-        if isinstance(content, SessionCopy):
-            outcome = await restore_session(store, content, is_overwriting=is_overwriting)
+        if isinstance(content, StateCopy):
+            result = await _restored_state(states, content, is_overwriting=is_overwriting)
+        elif isinstance(content, SessionCopy):
+            result = TransferResult(name, await restore_session(store, content, is_overwriting=is_overwriting))
         else:
             outcome = await restore_document(records, content, is_overwriting=is_overwriting)
-        is_document = isinstance(content, OwnedRecord)
-        yield TransferResult(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
+            result = TransferResult(name, outcome, what="document")
+        yield dataclasses.replace(result, num_bytes_read=entry.num_bytes_read)
 
 
-def _name_of(content: SessionCopy | OwnedRecord) -> SessionKey:
+async def _restored_state(states: StateStore, copy: StateCopy, *, is_overwriting: bool) -> TransferResult:
+    name = _name_of(copy)
+    try:
+        outcome = await restore_state(states, copy, is_overwriting=is_overwriting)
+    except (SnapshotCorrupt, VersionConflict) as error:
+        return TransferResult(name, "failed", error, what="state")
+    return TransferResult(name, outcome, what="state")
+
+
+def _name_of(content: Content) -> SessionKey:
     if isinstance(content, SessionCopy):
         return content.head.key
+    if isinstance(content, StateCopy):
+        return _name_of_state(content.stored.head)
     return SessionKey(content.tenant, f"{content.kind} {content.record_id}")
+
+
+def _name_of_state(head: NamedState) -> SessionKey:
+    return SessionKey(head.tenant, f"state {head.reference}")
 
 
 async def copy_sessions(
@@ -143,10 +175,11 @@ async def copy_sessions(
     tenant: str | None = None,
     is_overwriting: bool = False,
 ) -> AsyncGenerator[TransferResult]:
-    """Makes the sessions in `target`, each as of its newest commit, and the documents, `tenant`'s only if given;
-    `source` stays as it is.
+    """Makes the sessions in `target`, each as of its newest commit, the documents and the named states, `tenant`'s only
+    if given; `source` stays as it is.
 
-    A session that cannot be read fails alone. Raises StoreUnavailable or StorageFull; sessions yielded before stay.
+    A session or a state that cannot be read fails alone. Raises StoreUnavailable or StorageFull; sessions yielded
+    before stay.
     """
     for name in names:
         try:
@@ -159,7 +192,23 @@ async def copy_sessions(
     records = records_beside(target)
     async for owned in records_beside(source).scan(tenant=tenant):
         outcome = await restore_document(records, owned, is_overwriting=is_overwriting)
-        yield TransferResult(_name_of(owned), outcome, is_document=True)
+        yield TransferResult(_name_of(owned), outcome, what="document")
+    async for result in _copy_states(states_beside(source), states_beside(target), tenant, is_overwriting):
+        yield result
+
+
+async def _copy_states(
+    source: StateStore, target: StateStore, tenant: str | None, is_overwriting: bool
+) -> AsyncGenerator[TransferResult]:
+    for head in await all_states(source, tenant=tenant):
+        try:
+            copy = await read_state(source, head)
+        except NotFound:
+            yield TransferResult(_name_of_state(head), "gone", what="state")
+        except SnapshotCorrupt as error:
+            yield TransferResult(_name_of_state(head), "failed", error, what="state")
+        else:
+            yield await _restored_state(target, copy, is_overwriting=is_overwriting)
 
 
 async def restore_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:

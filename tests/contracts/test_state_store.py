@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 from nsm_core.errors import VersionConflict
 from service.stores.sessions.base import SessionStore
-from service.stores.states.base import PUBLISHED, NewState, StateStore
+from service.stores.states.base import PUBLISHED, NewState, StateStore, StoredState
 from service.stores.states.factory import states_beside
 
 
@@ -140,3 +141,87 @@ async def test_of_a_publication_and_tenants_at_once_no_tenant_is_later(states: S
         assert (await states.get(tenant=owner, name="x") is None) == isinstance(one, VersionConflict)
     with pytest.raises(VersionConflict):
         await states.add(tenant="late", name="x", state=new_state())
+
+
+async def stored_version(states: StateStore, *, tenant: str = "a", name: str = "x", version: int = 1) -> StoredState:
+    stored = await states.load(tenant=tenant, name=name, version=version)
+    assert stored is not None
+    return stored
+
+
+async def test_a_restored_version_has_its_number_its_time_and_its_bytes(states: StateStore) -> None:
+    await states.add(tenant="b", name="x", state=new_state(b"two", text="ü", metadata={"team": "ü"}))
+    made = await stored_version(states, tenant="b")
+    wanted = dataclasses.replace(made, head=dataclasses.replace(made.head, tenant="a", version=7, created_at=12.5))
+    assert await states.restore(wanted, newest=9)
+    assert await stored_version(states, version=7) == wanted
+    assert await states.get(tenant="a", name="x", version=7) == wanted.head
+    assert await states.usage(tenant="a") == wanted.head.num_bytes
+    assert await states.newest_version(tenant="a", name="x") == 9
+    assert (await states.add(tenant="a", name="x", state=new_state())).version == 10
+
+
+async def test_the_newest_is_found_where_a_higher_number_was_given_before(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state())
+    made = await stored_version(states)
+    await states.delete(tenant="a", name="x")
+    assert await states.restore(made, newest=9)
+    assert await states.get(tenant="a", name="x") == made.head
+
+
+async def test_what_is_there_is_not_restored_over(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state(b"mine"))
+    before = await stored_version(states)
+    other = dataclasses.replace(before, file=b"another")
+    assert not await states.restore(other, newest=5)
+    assert await stored_version(states) == before
+    assert await states.newest_version(tenant="a", name="x") == 1
+    assert await states.usage(tenant="a") == before.head.num_bytes
+
+
+async def test_of_restorations_at_once_one_is_new(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state(b"one"))
+    stored = await stored_version(states)
+    await states.delete(tenant="a", name="x")
+    found = await asyncio.gather(*(states.restore(stored, newest=1) for _ in range(6)))
+    assert sorted(found) == [False] * 5 + [True]
+    assert await stored_version(states) == stored
+
+
+async def test_an_older_version_comes_back_below_the_newest(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state(b"one"))
+    first = await stored_version(states)
+    await states.add(tenant="a", name="x", state=new_state(b"two"))
+    await states.delete(tenant="a", name="x", version=1)
+    assert await states.restore(first, newest=1)
+    assert [state.version for state in await states.list(tenant="a")] == [2, 1]
+    assert await states.newest_version(tenant="a", name="x") == 2
+
+
+async def test_the_newest_number_outlives_its_version(states: StateStore) -> None:
+    assert await states.newest_version(tenant="a", name="x") == 0
+    await states.add(tenant="a", name="x", state=new_state())
+    await states.delete(tenant="a", name="x")
+    assert await states.newest_version(tenant="a", name="x") == 1
+
+
+async def test_a_published_name_is_not_restored_for_a_tenant_that_has_no_version(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state(b"one"))
+    first = await stored_version(states)
+    await states.add(tenant="a", name="x", state=new_state(b"two"))
+    await states.add(tenant=PUBLISHED, name="x", state=new_state())
+    await states.delete(tenant="a", name="x", version=1)
+    assert await states.restore(first, newest=1)  # the tenant has a version
+    await states.delete(tenant="a", name="x")
+    with pytest.raises(VersionConflict, match="published"):
+        await states.restore(first, newest=1)
+    assert await states.list(tenant="a") == ()
+
+
+async def test_whoever_has_a_state_is_listed_and_published_ones_come_last(states: StateStore) -> None:
+    assert await states.list_tenants() == ()
+    for tenant in ("é b", "a", PUBLISHED):
+        await states.add(tenant=tenant, name="x", state=new_state())
+    await states.add(tenant="gone", name="y", state=new_state())
+    await states.delete(tenant="gone", name="y")
+    assert await states.list_tenants() == ("a", "é b", PUBLISHED)

@@ -33,6 +33,9 @@ class SessionKeys:
         return f"{self.stage}:{nonce}"
 
 
+STATE_HEADS = "state-heads"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateKeys:
     """The keys of a tenant's named states. `index`: in the scripts' order."""
@@ -41,7 +44,7 @@ class StateKeys:
 
     @property
     def heads(self) -> str:
-        return f"{self.tag}:state-heads"
+        return f"{self.tag}:{STATE_HEADS}"
 
     @property
     def index(self) -> tuple[str, str, str]:
@@ -92,6 +95,11 @@ class Keyspace:
     def any_record(self, tenant: str | None) -> str:
         """A pattern for the documents of one tenant, or of all."""
         return f"{self.prefix}:{{{'*' if tenant is None else _tenant_hash(tenant)}-*}}:record"
+
+    @property
+    def any_state_heads(self) -> str:
+        """A pattern for the tables of all tenants' named states."""
+        return f"{self.prefix}:{{*}}:{STATE_HEADS}"
 
     @property
     def any_head(self) -> str:

@@ -7,7 +7,7 @@ deleted. A state is bytes to the store: see service/named_states.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from nsm_core.errors import VersionConflict
@@ -59,6 +59,25 @@ class StoredState:
     text: str | None
 
 
+def new_of(stored: StoredState) -> NewState:
+    """What a stored version was made of."""
+    head = stored.head
+    return NewState(
+        file=stored.file,
+        model_fingerprint=head.model_fingerprint,
+        position=head.position,
+        num_tokens=head.num_tokens,
+        source=head.source,
+        text=stored.text,
+        metadata=head.metadata,
+    )
+
+
+def published_last(tenants: Iterable[str]) -> tuple[str, ...]:
+    """By name. A tenant's own states are restored before published ones of the same name, which would refuse them."""
+    return tuple(sorted(tenants, key=lambda tenant: (tenant == PUBLISHED, tenant)))
+
+
 def name_is_published(name: str) -> VersionConflict:
     """The refusal of a tenant's state with such a name."""
     return VersionConflict(f"the operator has published a state {name!r}: choose another name", param="name")
@@ -84,6 +103,23 @@ class StateStore(Protocol):
         ...
 
     async def load(self, *, tenant: str, name: str, version: int) -> StoredState | None: ...
+
+    async def restore(self, stored: StoredState, *, newest: int) -> bool:
+        """A version under its own number and time, durable when it returns; False, and nothing is changed, when the
+        tenant has this version of the name. `newest`: the highest number that was ever given, so that none up to it is
+        given again.
+
+        Raises VersionConflict as `add` does.
+        """
+        ...
+
+    async def newest_version(self, *, tenant: str, name: str) -> int:
+        """The highest number that was ever given, also when that version was deleted; 0 for an unknown name."""
+        ...
+
+    async def list_tenants(self) -> tuple[str, ...]:
+        """All that have a state, by name; `PUBLISHED` comes last."""
+        ...
 
     async def list(self, *, tenant: str) -> tuple[NamedState, ...]:
         """All versions of all names, by name, the newest of each first."""

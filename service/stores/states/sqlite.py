@@ -8,7 +8,15 @@ from collections.abc import Callable
 
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
-from service.stores.states.base import PUBLISHED, NamedState, NewState, StoredState, name_is_published
+from service.stores.states.base import (
+    PUBLISHED,
+    NamedState,
+    NewState,
+    StoredState,
+    name_is_published,
+    new_of,
+    published_last,
+)
 from service.stores.states.fields import decode_fields, encode_fields, num_bytes_of
 
 # Above every version there is, too: the table of the newest ones may be damaged
@@ -17,6 +25,16 @@ NEXT = """
     SELECT ?1, ?2, 1 + coalesce(max(version), 0) FROM named_states WHERE tenant = ?1 AND name = ?2
     ON CONFLICT DO UPDATE SET newest = max(newest + 1, excluded.newest) RETURNING newest
 """
+INSERT = "INSERT INTO named_states VALUES (?, ?, ?, ?, ?, ?, ?)"
+RAISE_NEWEST = (
+    "INSERT INTO named_state_versions VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET newest = max(newest, excluded.newest)"
+)
+NEWEST = """
+    SELECT max(newest) FROM (
+        SELECT newest FROM named_state_versions WHERE tenant = ?1 AND name = ?2
+        UNION ALL SELECT version FROM named_states WHERE tenant = ?1 AND name = ?2)
+"""
+TENANTS = "SELECT DISTINCT tenant FROM named_states"
 FIND = (
     "SELECT version, fields FROM named_states WHERE tenant = ? AND name = ? AND coalesce(?, version) = version "
     "ORDER BY version DESC LIMIT 1"
@@ -40,14 +58,38 @@ class SqliteStateStore:
 
         def work(connection: sqlite3.Connection) -> int:
             with transaction(connection):
-                if tenant != PUBLISHED and not _has(connection, tenant, name) and _has(connection, PUBLISHED, name):
-                    raise name_is_published(name)
+                _require_own_name(connection, tenant, name)
                 (version,) = connection.execute(NEXT, (tenant, name)).fetchone()
                 row = (tenant, name, version, fields, num_bytes_of(state), state.file, state.text)
-                connection.execute("INSERT INTO named_states VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                connection.execute(INSERT, row)
             return int(version)
 
         return decode_fields(tenant, name, await self._database.write_new(work), fields)
+
+    async def restore(self, stored: StoredState, *, newest: int) -> bool:
+        head, state = stored.head, new_of(stored)
+        key = (head.tenant, head.name)
+        fields = encode_fields(state, created_at=head.created_at)
+
+        def work(connection: sqlite3.Connection) -> bool:
+            with transaction(connection):
+                if connection.execute(FIND, (*key, head.version)).fetchone() is not None:
+                    return False
+                _require_own_name(connection, *key)
+                row = (*key, head.version, fields, num_bytes_of(state), state.file, state.text)
+                connection.execute(INSERT, row)
+                connection.execute(RAISE_NEWEST, (*key, max(newest, head.version)))
+            return True
+
+        return await self._database.write_new(work)
+
+    async def newest_version(self, *, tenant: str, name: str) -> int:
+        (newest,) = await self._database.read(lambda connection: connection.execute(NEWEST, (tenant, name)).fetchone())
+        return int(newest or 0)
+
+    async def list_tenants(self) -> tuple[str, ...]:
+        rows = await self._database.read(lambda connection: connection.execute(TENANTS).fetchall())
+        return published_last(tenant for (tenant,) in rows)
 
     async def get(self, *, tenant: str, name: str, version: int | None = None) -> NamedState | None:
         row = await self._database.read(lambda connection: connection.execute(FIND, (tenant, name, version)).fetchone())
@@ -87,6 +129,12 @@ class SqliteStateStore:
 
     async def usage(self, *, tenant: str) -> int:
         return int(await self._database.read(lambda connection: connection.execute(USAGE, (tenant,)).fetchone()[0]))
+
+
+def _require_own_name(connection: sqlite3.Connection, tenant: str, name: str) -> None:
+    """Raises VersionConflict. Within a transaction."""
+    if tenant != PUBLISHED and not _has(connection, tenant, name) and _has(connection, PUBLISHED, name):
+        raise name_is_published(name)
 
 
 def _has(connection: sqlite3.Connection, tenant: str, name: str) -> bool:

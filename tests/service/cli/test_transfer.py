@@ -133,3 +133,19 @@ def test_documents_are_counted_by_themselves(nsm: Nsm, data_dir: Path, tmp_path:
     assert output == f"restore {file}: 1 written; documents: 3 written\n"
     output = nsm("sessions", "copy", "--to", other).stdout
     assert output == f"copy to {tmp_path / 'other.db'}: 1 there already; documents: 3 there already\n"
+
+
+def test_named_states_go_along_and_are_counted_by_themselves(nsm: Nsm, tmp_path: Path) -> None:
+    file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
+    nsm("states", "create", "rules", "--text", "Once")
+    nsm("states", "create", "early", "--text", "Twice", "--published")
+    assert nsm("sessions", "backup", file).stdout == f"backup {file}: no sessions; named states: 2 written\n"
+    nsm("states", "create", "rules", "--text", "Other", "--store", other)
+    result = nsm("sessions", "restore", file, "--store", other, "--overwrite")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        f"restore {file}: no sessions; named states: 1 written, 1 skipped\n",
+    )
+    assert "default/state rules@1: skipped: another one has the name and version" in result.stderr
+    listed = json.loads(nsm("states", "list", "--store", other, "--json").stdout)
+    assert sorted(state["id"] for state in listed) == ["early@1", "rules@1"]
