@@ -3,10 +3,11 @@
 import { idsInAddress, showInAddress } from "./address.js";
 import { Api, sessionPath } from "./api.js";
 import { compareBranches, partingOf } from "./branches.js";
+import { copy } from "./copying.js";
 import { Keyring, askName, bindDialogs, confirm } from "./dialogs.js";
 import { announce, button } from "./dom.js";
-import { bytes, millions } from "./format.js";
 import { Memory } from "./memory.js";
+import { Models, modelInWords, modelOf } from "./models.js";
 import { Notice } from "./notice.js";
 import { Pane } from "./pane.js";
 import { SessionList } from "./session_list.js";
@@ -18,11 +19,12 @@ import { bindTheme } from "./theme.js";
 const memory = new Memory(sessionStorage);
 const keyring = new Keyring(memory, takeKey);
 const api = new Api(keyring);
+const models = new Models(api);
 const notice = new Notice("page-notice");
-const on = { changed, openBeside, rename, exportFile: (id) => saveFile(api, id), hasKey: () => keyring.key !== null };
-const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
-const sessions = new SessionList(byId("session-list"), byId("search"), api, { open, openBeside, isOpen, rename, keepState, remove });
-const states = new StateList(byId("states"), api, { start: startFrom, remove: removeState });
+const on = { changed, showModel, openBeside, rename, exportFile: (id) => saveFile(api, id), hasKey: () => keyring.key !== null };
+const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, models, on }));
+const sessions = new SessionList(byId("session-list"), byId("search"), { api, models }, { open, openBeside, isOpen, rename, keepState, remove });
+const states = new StateList(byId("states"), { api, models }, { start: startFrom, copyName, remove: removeState });
 const choices = panes.map((pane) => button(pane.name === "left" ? "Left" : "Right", () => activate(pane)));
 const isNarrow = matchMedia("(max-width: 52rem)"); // as in style.css: one pane is shown at a time
 let active = panes[0];
@@ -98,12 +100,18 @@ async function keepState(head) {
 /** A new session that has read what the state has read. */
 async function startFrom(state) {
   try {
-    const head = await api.json("POST", "v1/sessions", { state: state.id, metadata: { title: state.id } });
+    const head = await api.json("POST", "v1/sessions", { state: state.id, ...modelOf(state), metadata: { title: state.id } });
     await open(head.id);
     sessions.refresh();
   } catch (error) {
     notice.show(error);
   }
+}
+
+/** Sessions follow from their texts, and no text leads to a tuned state. */
+async function copyName(name) {
+  const done = (await copy(name)) ? `Copied: ${name}.` : `Its name is ${name}.`;
+  notice.tell(`${done} Send it as the model of a request. No session starts from a tuned state.`);
 }
 
 async function removeState(state) {
@@ -122,6 +130,7 @@ function activate(pane) {
   active = pane;
   byId("panes").dataset.shown = pane.name;
   choices.forEach((choice, index) => choice.setAttribute("aria-pressed", String(panes[index] === pane)));
+  showModel();
 }
 
 function isOpen(id) {
@@ -154,6 +163,7 @@ function changed({ isStep = true } = {}) {
   panes.forEach((pane) => pane.transcript.mark(pane.turns[parting?.turn], parting));
   const head = active.session?.head ?? panes[0].session?.head;
   document.title = head === undefined ? "nsm playground" : `${titleOf(head)} · nsm`;
+  followModel();
   sessions.refresh();
 }
 
@@ -174,14 +184,27 @@ async function chooseFile(event) {
   }
 }
 
+/** The facts of the model that the active pane talks to. */
+function showModel() {
+  if (models.all.length === 0) return; // the panes are being built
+  const { model } = active;
+  if (model !== null) byId("model").textContent = modelInWords(model);
+}
+
+/** A model that was not loaded may be by now. */
+async function followModel() {
+  const { model } = active;
+  if (model !== null && model.status !== "loaded") await models.refresh().catch(() => {}); // the facts stay as they were
+  showModel();
+}
+
 /** False: not without a key. */
-async function showModel() {
+async function readModels() {
   try {
-    const [model] = (await api.json("GET", "v1/models")).data;
-    const facts = [`${millions(model.num_parameters)} parameters`, `state ${bytes(model.state_bytes)}, ${model.state_dtype}`, model.numerics];
-    byId("model").textContent = [model.id, ...facts].join(" · ");
+    await models.refresh();
     byId("model").classList.remove("loading");
-    panes.forEach((pane) => pane.setModel(model));
+    panes.forEach((pane) => pane.takeModels());
+    showModel();
     return true;
   } catch (error) {
     byId("model").textContent = "The model’s facts could not be read.";
@@ -260,7 +283,7 @@ function bindLook() {
 async function restore() {
   showKey();
   isStarting = true;
-  isStarted = await showModel(); // asks for a key where there must be one: once, before all else asks
+  isStarted = await readModels(); // asks for a key where there must be one: once, before all else asks
   isStarting = false;
   if (!isStarted) {
     sessions.refresh();

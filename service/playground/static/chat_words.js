@@ -1,12 +1,14 @@
 // The words that the model's chat template puts around messages, so that a chat can be read out of a token log again.
 
+import { modelOf } from "./models.js";
+
 const [SYSTEM, QUESTION, ANSWER, NEXT] = ["a-rule-1618", "a-question-2718", "an-answer-3141", "another-2236"];
 
-/** {first, system, later}: each the texts around the contents of its messages. */
-export async function readChatWords(api) {
+/** Of the model of a session: {first, system, later}: each the texts around the contents of its messages. */
+export async function readChatWords(api, head) {
   const question = { role: "user", content: QUESTION };
   const chats = [[question], [{ role: "system", content: SYSTEM }, question], [question, { role: "assistant", content: ANSWER }, { role: "user", content: NEXT }]];
-  const [first, system, later] = await Promise.all(chats.map((messages) => render(api, messages).catch(() => null)));
+  const [first, system, later] = await Promise.all(chats.map((messages) => render(api, head, messages).catch(() => null)));
   return {
     first: first?.split(QUESTION) ?? null,
     system: system?.split(new RegExp(`${SYSTEM}|${QUESTION}`)) ?? null,
@@ -14,9 +16,9 @@ export async function readChatWords(api) {
   };
 }
 
-async function render(api, messages) {
-  const { tokens } = await api.json("POST", "tokenize", { messages, add_special_tokens: false });
-  return (await api.json("POST", "detokenize", { tokens })).prompt;
+async function render(api, head, messages) {
+  const { tokens } = await api.json("POST", "tokenize", { messages, add_special_tokens: false, ...modelOf(head) });
+  return (await api.json("POST", "detokenize", { tokens, ...modelOf(head) })).prompt;
 }
 
 /** The messages in what a turn has read, or null where it is no chat in these words. `isFirst`: of its session. */

@@ -38,11 +38,14 @@ export class Composer {
     this.memory = memory;
     this.place = `form.${name}`;
     this.kind = "text";
+    this.model = null; // the name of the one that was chosen; null: the server's first
     this.isFixed = false; // the session has turns of its kind
     this.system = el("textarea", { id: `${name}-system`, rows: "1", spellcheck: "false", placeholder: "How the model should answer (optional)" });
     this.systemPart = el("label", { class: "system", hidden: true }, el("span", {}, "System text"), this.system);
     this.kinds = new Map(KINDS.map(([kind, words]) => [kind, button(words, () => this.choose(kind), { "aria-pressed": "false" })]));
     this.kindPart = el("div", { class: "segments", role: "group", "aria-label": "Kind of conversation" }, ...this.kinds.values());
+    this.modelChoice = el("select", { id: `${name}-model` });
+    this.modelPart = el("label", { class: "model-choice", hidden: true }, el("span", {}, "Model"), this.modelChoice);
     this.text = el("textarea", { id: `${name}-input`, name: "input", rows: "2", spellcheck: "false", placeholder: PLACEHOLDERS.text });
     this.fields = new Map([...FIELDS, ...MORE_FIELDS].map(([field, , value]) => [field, entry(`${name}-${field}`, field, value)]));
     this.preset = el("select", { id: `${name}-preset` }, ...[["", "own values"], ...PRESETS.map(([words]) => [words, words])].map(([value, words]) => el("option", { value }, words)));
@@ -54,7 +57,7 @@ export class Composer {
     this.root = el(
       "div",
       { class: "composer", role: "group", "aria-label": "Next turn" },
-      this.kindPart,
+      el("div", { class: "choices" }, this.kindPart, this.modelPart),
       this.systemPart,
       el("label", { for: `${name}-input`, class: "visually-hidden" }, "Text for the model to read"),
       this.text,
@@ -62,6 +65,7 @@ export class Composer {
       this.settings(),
     );
     this.restore();
+    this.modelChoice.addEventListener("input", () => this.chooseModel(this.modelChoice.value)); // before the form is kept
     this.root.addEventListener("input", (event) => (event.target === this.preset ? this.takePreset() : this.changed()));
     this.text.addEventListener("keydown", (event) => this.onKey(event, on));
     this.root.addEventListener("keydown", (event) => {
@@ -101,6 +105,7 @@ export class Composer {
     for (const [name, field] of this.fields) field.value = known[name] ?? field.value;
     this.routing.checked = known.routing ?? true;
     this.system.value = known.system ?? "";
+    this.model = known.model ?? null;
     this.choose(known.kind ?? "text");
     this.enterSends.checked = this.memory.read("enter-sends", false);
     this.showState();
@@ -114,13 +119,14 @@ export class Composer {
 
   /** The settings of the next turn, its text aside. */
   get values() {
-    return { ...Object.fromEntries(Array.from(this.fields, ([name, field]) => [name, field.value])), routing: this.routing.checked, kind: this.kind, system: this.system.value };
+    return { ...Object.fromEntries(Array.from(this.fields, ([name, field]) => [name, field.value])), routing: this.routing.checked, kind: this.kind, system: this.system.value, model: this.model };
   }
 
   set values(values) {
     for (const [name, field] of this.fields) field.value = values[name] ?? "";
     this.routing.checked = values.routing ?? true;
     this.system.value = values.system ?? "";
+    this.chooseModel(values.model ?? null);
     this.changed();
   }
 
@@ -162,13 +168,27 @@ export class Composer {
     for (const [one, choice] of this.kinds) choice.setAttribute("aria-pressed", String(one === kind));
     this.systemPart.hidden = kind !== "chat" || this.isFixed;
     this.memory.write(this.place, this.values);
-    this.onKind?.(kind);
+    this.onChoice?.();
+  }
+
+  /** The names of the server's models: where there are several, a new conversation takes one of them. */
+  offerModels(names) {
+    this.modelChoice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+    this.chooseModel(names.includes(this.model) ? this.model : null);
+  }
+
+  /** `name`: null for the server's first. */
+  chooseModel(name) {
+    this.model = name;
+    this.modelChoice.value = name ?? this.modelChoice.options[0]?.value;
+    this.onChoice?.();
   }
 
   /** The kind of the session that is shown, null: there is none yet, and the person chooses. `isFixed`: it has turns. */
   setKind(kind, { isFixed }) {
     this.isFixed = isFixed;
     this.kindPart.hidden = kind !== null;
+    this.modelPart.hidden = kind !== null || this.modelChoice.options.length < 2;
     this.choose(kind ?? this.kind);
   }
 
@@ -192,7 +212,7 @@ export class Composer {
 
   /** Marks the field that the server found at fault; null: none. `describedBy`: the id of the message. */
   mark(param, describedBy) {
-    for (const [name, field] of [["input", this.text], ["messages", this.text], ...this.fields]) {
+    for (const [name, field] of [["input", this.text], ["messages", this.text], ["model", this.modelChoice], ...this.fields]) {
       const isAtFault = name === param;
       field.toggleAttribute("aria-invalid", false);
       field.removeAttribute("aria-describedby");

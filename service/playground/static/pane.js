@@ -7,8 +7,8 @@ import { Heatmap } from "./heatmap.js";
 import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
 import { PaneHead } from "./pane_head.js";
-import { MAX_SCORED_TOKENS, isUnscored, scoreSession } from "./scoring.js";
-import { createSession, isChat, loadSession } from "./session.js";
+import { MAX_SCORED_TOKENS, isUnscored } from "./scoring.js";
+import { isChat, loadSession } from "./session.js";
 import { SessionTools } from "./session_tools.js";
 import { Transcript, spoken } from "./transcript.js";
 import { drawnSeed, followTurn, inputOf, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
@@ -18,13 +18,13 @@ import { welcome } from "./welcome.js";
 const SAVE_EVERY_MS = 1000;
 
 export class Pane {
-  /** `on`: {changed({isStep}), openBeside(id, settings), exportFile(id), rename(head), hasKey()} */
-  constructor(name, { api, memory, on }) {
-    Object.assign(this, { name, api, memory, on, session: null, model: null });
+  /** `on`: {changed({isStep}), showModel(), openBeside(id, settings), exportFile(id), rename(head), hasKey()} */
+  constructor(name, { api, memory, models, on }) {
+    Object.assign(this, { name, api, memory, models, on, session: null });
     this.sessionTools = new SessionTools(this, { api, memory, on });
     this.notice = new Notice(`${name}-notice`);
     this.composer = new Composer(name, memory, { send: () => this.send(), stop: () => this.stop() });
-    this.composer.onKind = () => this.turns.length === 0 && this.transcript.show([]);
+    this.composer.onChoice = () => this.showChoice();
     this.transcript = new Transcript(name, {
       select: (turn, index) => this.select(turn, index),
       rewind: (turn) => this.sessionTools.rewind(turn),
@@ -67,6 +67,12 @@ export class Pane {
 
   get turns() {
     return this.session?.turns ?? [];
+  }
+
+  /** The session's, or the one that the next session will have; null: not known, or not served here. */
+  get model() {
+    const { head } = this.session ?? {};
+    return head?.model === null ? null : this.models.named(head?.model ?? this.composer.model);
   }
 
   get running() {
@@ -112,9 +118,10 @@ export class Pane {
       return;
     }
     this.on.changed();
-    const { ids } = this.session;
+    const { ids, head } = this.session;
     delete this.session.ids;
-    if (this.running === null && isUnscored(this.turns) && ids.length <= MAX_SCORED_TOKENS) await this.score(ids, reading.signal);
+    if (head.model === null) this.notice.tell("The model of this session is not served here.");
+    else if (this.running === null && isUnscored(this.turns) && ids.length <= MAX_SCORED_TOKENS) await this.sessionTools.score(ids, reading.signal);
     if (reading.signal.aborted) return;
     if (this.running !== null) {
       this.running.isReadOn = true;
@@ -122,20 +129,6 @@ export class Pane {
     } else if (this.session.states.at(-1)?.version !== this.session.head.version) {
       await this.sessionTools.readStates();
     }
-  }
-
-  /** Turns that this tab did not see get their colours and the newest its routing: the model reads the log again. */
-  async score(ids, signal) {
-    this.notice.tell("Reading the text again for its probabilities…");
-    const scored = await scoreSession(this.api, this.session, ids, signal).catch((error) => {
-      if (!signal.aborted) this.notice.show(error); // the text is there all the same
-      return [];
-    });
-    if (signal.aborted || scored.length === 0) return;
-    this.notice.clear();
-    scored.forEach((turn) => this.transcript.fill(turn));
-    this.showMap();
-    this.save();
   }
 
   forget(id) {
@@ -170,15 +163,22 @@ export class Pane {
 
   showHead() {
     const head = this.session?.head ?? null;
-    this.head.show(head, this.turns);
+    this.head.show(head, this.turns, { hasSeveralModels: this.models.hasSeveral });
     this.composer.setKind(head === null ? null : isChat(head) ? "chat" : "text", { isFixed: (head?.position ?? 0) > 0 });
     this.root.toggleAttribute("data-busy", this.running !== null);
     this.composer.setRunning(this.running !== null);
   }
 
-  setModel(model) {
-    this.model = model;
+  /** The server's models have become known. */
+  takeModels() {
+    this.composer.offerModels(this.models.names);
+    this.showHead();
+  }
+
+  /** The kind and the model of a new conversation. */
+  showChoice() {
     if (this.turns.length === 0) this.transcript.show([]);
+    this.on.showModel();
   }
 
   async send(body = this.composer.body()) {
@@ -192,7 +192,7 @@ export class Pane {
     }
     this.isSending = true;
     try {
-      this.session ??= { head: await createSession(this.api, body), turns: [], states: [], isFresh: true };
+      this.session ??= { head: await this.sessionTools.begin(body), turns: [], states: [], isFresh: true };
     } catch (error) {
       this.fail(error);
       return;

@@ -22,9 +22,9 @@ export class PaneHead {
   }
 
   /** `head`: null where there is no session yet. */
-  show(head, turns) {
+  show(head, turns, { hasSeveralModels }) {
     this.title.textContent = head === null ? "New session" : titleOf(head);
-    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head, turns);
+    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head, turns, { hasSeveralModels });
     this.facts.replaceChildren(...facts.map((fact) => el("li", {}, fact)));
     this.facts.title = head?.id ?? "";
     this.tools.hidden = head === null;

@@ -1,6 +1,7 @@
 // Probabilities and routing of turns that this tab did not see: the model reads the session's log once more.
 
 import { sessionPath } from "./api.js";
+import { modelOf } from "./models.js";
 import { scoredTokens } from "./turn_stream.js";
 
 export const MAX_SCORED_TOKENS = 2_048; // of a log that is read again without being asked
@@ -14,15 +15,15 @@ export function isUnscored(turns) {
 /** The turns that have their probabilities now, the newest its routing too. `ids`: of the session's whole log. */
 export async function scoreSession(api, { head, turns }, ids, signal) {
   const wanted = turns.filter((turn) => turn.span !== undefined && turn.span[1] > turn.span[0]);
-  await scoreTurns(api, wanted, ids, signal);
+  await scoreTurns(api, head, wanted, ids, signal);
   if (wanted.at(-1) === turns.at(-1)) await routeNewest(api, head.id, turns.at(-1), signal).catch(() => {}); // Triton servers tell none
   return wanted;
 }
 
 /** Gives each turn a piece for each of its tokens. */
-async function scoreTurns(api, wanted, ids, signal) {
+async function scoreTurns(api, head, wanted, ids, signal) {
   const end = Math.max(0, ...wanted.map((turn) => turn.span[1]));
-  const body = { prompt: ids.slice(0, end), max_tokens: 0, echo: true, logprobs: 5, cache_prompt: false };
+  const body = { prompt: ids.slice(0, end), max_tokens: 0, echo: true, logprobs: 5, cache_prompt: false, ...modelOf(head) };
   const { choices } = await api.json("POST", "v1/completions", body, { signal, asks: false });
   const { text, logprobs } = choices[0];
   const characters = Array.from(text); // offsets count characters, not halves of them

@@ -3,6 +3,8 @@
 import { sessionPath } from "./api.js";
 import { bytes, count, harmless, joules } from "./format.js";
 import { messagesOf, readChatWords } from "./chat_words.js";
+import { modelOf } from "./models.js";
+import { isUnscored } from "./scoring.js";
 import { turnsFromLog } from "./session_log.js";
 import { inputOf } from "./turn_stream.js";
 
@@ -17,10 +19,11 @@ export async function loadSession(api, memory, id) {
   const last = known.turns.at(-1);
   if (last?.status === "cut") last.status = "running"; // it is read on at once
   const newest = known.turns.findLast((turn) => turn.status === "done")?.version ?? 0;
-  const isKnown = last?.status === "running" || newest === head.version;
+  // a reload may have come before the model had read the log
+  const isKnown = last?.status === "running" || (newest === head.version && !isUnscored(known.turns));
   if (isKnown) return { head, turns: known.turns, states: known.states, ids: [] };
-  const { turns, ids } = await turnsFromLog(api, id, known.turns);
-  if (isChat(head)) await readMessages(api, turns);
+  const { turns, ids } = await turnsFromLog(api, head, known.turns);
+  if (isChat(head)) await readMessages(api, head, turns);
   return { head, turns, states: known.states, ids };
 }
 
@@ -29,21 +32,21 @@ export function isChat(head) {
   return head.metadata[KIND] === CHAT;
 }
 
-async function readMessages(api, turns) {
+async function readMessages(api, head, turns) {
   const unread = turns.filter((turn) => turn.body === null);
   if (unread.length === 0) return;
-  const words = await readChatWords(api);
+  const words = await readChatWords(api, head);
   for (const turn of unread) {
     const messages = messagesOf(words, turn.input, turn === turns[0]);
     if (messages !== null) Object.assign(turn, { messages, input: messages.at(-1).content });
   }
 }
 
-/** Its title is how its first input begins. */
-export function createSession(api, body) {
+/** Its title is how its first input begins. `model`: the name of its model, null for the server's first. */
+export function createSession(api, body, model) {
   const title = inputOf(body).trim().slice(0, MAX_TITLE_CHARS).trim();
   const metadata = { ...(title === "" ? {} : { title }), ...(body.messages === undefined ? {} : { [KIND]: CHAT }) };
-  return api.json("POST", "v1/sessions", { metadata });
+  return api.json("POST", "v1/sessions", { metadata, ...modelOf({ model }) });
 }
 
 /** A session without a name goes by its id again. */
@@ -58,8 +61,10 @@ export function titleOf(head) {
 }
 
 /** In short words, beside its title. */
-export function factsOf(head, turns) {
-  const facts = [shortened(head.id), `version ${head.version}`, `${count(head.position, "token")} read`, `${bytes(head.snapshot_bytes)} stored`];
+export function factsOf(head, turns, { hasSeveralModels }) {
+  const model = hasSeveralModels && head.model !== null ? [head.model] : [];
+  const facts = [shortened(head.id), ...model, `version ${head.version}`, `${count(head.position, "token")} read`];
+  if (head.snapshot_bytes > 0) facts.push(`${bytes(head.snapshot_bytes)} stored`); // a state may follow its text
   const measured = turns.flatMap((turn) => turn.usage?.energy ?? []);
   if (measured.length > 0) facts.push(`${joules(measured.reduce((sum, one) => sum + one.joules, 0))} for ${turnsShown(measured, turns)}`);
   if (head.forked_from !== null) {
@@ -89,5 +94,7 @@ export function turnsUpTo(turns, turn, piece, version) {
   const kept = turns.slice(0, turns.indexOf(turn));
   if (piece === null) return [...kept, { ...turn, version }];
   const pieces = turn.pieces.slice(0, turn.pieces.indexOf(piece) + 1);
-  return [...kept, { ...turn, pieces, version, finish: "rewound", session: null }];
+  const span = turn.span === undefined ? undefined : [turn.span[0], turn.span[0] + piece.number];
+  // what was counted and measured was that of the whole turn
+  return [...kept, { ...turn, pieces, span, version, finish: "rewound", session: null, usage: null, decodeS: null }];
 }

@@ -10,8 +10,9 @@ const MAX_SEARCHED = 2_000;
 
 export class SessionList {
   /** `on`: {open(id), openBeside(id), isOpen(id), rename(head), keepState(head), remove(head)}; `search`: the field to search with. */
-  constructor(root, search, api, on) {
+  constructor(root, search, { api, models }, on) {
     this.api = api;
+    this.models = models;
     this.on = on;
     this.search = search;
     this.heads = [];
@@ -86,6 +87,7 @@ export class SessionList {
       },
       el("span", { class: "session-title" }, titleOf(head)),
       el("span", { class: "session-facts" }, facts),
+      ...this.models.lineOf(head),
     );
     return el("li", {}, open, ...this.menu(head));
   }

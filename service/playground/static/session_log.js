@@ -1,12 +1,13 @@
 // The turns of a session that this tab did not see: from the token log in its exported file (service/transfer/session_file.py).
 
 import { sessionPath } from "./api.js";
+import { modelOf } from "./models.js";
 
 const PREFIX_BYTES = 32;
 
 /** {turns, ids}: all turns, oldest first, and the log. Those that `known` has at the same version are taken from there. */
-export async function turnsFromLog(api, sessionId, known) {
-  const { header, ids } = await readLog(api, sessionId);
+export async function turnsFromLog(api, head, known) {
+  const { header, ids } = await readLog(api, head.id);
   const seen = new Map(known.filter((turn) => turn.status === "done").map((turn) => [turn.version, turn]));
   const turns = [];
   let start = 0;
@@ -15,24 +16,24 @@ export async function turnsFromLog(api, sessionId, known) {
       if (turns.length > 0) turns.at(-1).version = version; // a rewind or a migration: nothing was added
       continue;
     }
-    turns.push(seen.get(version) ?? (await readTurn(api, sessionId, { version, numSampled, seed }, ids.slice(start, end), end)));
+    turns.push(seen.get(version) ?? (await readTurn(api, head, { version, numSampled, seed }, ids.slice(start, end), end)));
     start = end;
   }
   return { turns, ids };
 }
 
-async function readTurn(api, sessionId, { version, numSampled, seed }, ids, end) {
+async function readTurn(api, head, { version, numSampled, seed }, ids, end) {
   const split = ids.length - numSampled;
-  const [input, text] = await Promise.all([ids.slice(0, split), ids.slice(split)].map((part) => decode(api, part)));
+  const [input, text] = await Promise.all([ids.slice(0, split), ids.slice(split)].map((part) => decode(api, head, part)));
   return {
-    key: null, sessionId, body: null, input, messages: null, span: [end - numSampled, end], promptTokens: end - numSampled, status: "done", streamId: null, lastId: 0, finish: null, version,
+    key: null, sessionId: head.id, body: null, input, messages: null, span: [end - numSampled, end], promptTokens: end - numSampled, status: "done", streamId: null, lastId: 0, finish: null, version,
     pieces: text === "" ? [] : [{ number: numSampled, text, tokens: [], routing: null }],
     seed: Number.isSafeInteger(seed) ? seed : null, usage: null, ttftS: null, decodeS: null, isReadOn: false, error: null,
   };
 }
 
-async function decode(api, tokens) {
-  return tokens.length === 0 ? "" : (await api.json("POST", "detokenize", { tokens })).prompt;
+async function decode(api, head, tokens) {
+  return tokens.length === 0 ? "" : (await api.json("POST", "detokenize", { tokens, ...modelOf(head) })).prompt;
 }
 
 /** The file is read up to its state, which is the larger part by far and is not needed here. */

@@ -5,7 +5,8 @@ import { textOf } from "./branches.js";
 import { asCurl, asMarkdown, asPython, copy, save } from "./copying.js";
 import { confirm } from "./dialogs.js";
 import { announce } from "./dom.js";
-import { placeOf, titleOf, turnsUpTo } from "./session.js";
+import { scoreSession } from "./scoring.js";
+import { createSession, placeOf, titleOf, turnsUpTo } from "./session.js";
 import { drawnSeed } from "./turn_stream.js";
 import { sampleOf } from "./utilisation.js";
 
@@ -13,6 +14,28 @@ export class SessionTools {
   /** `pane`: shows the session; `on`: {openBeside(id, settings), changed({isStep}), hasKey()} */
   constructor(pane, { api, memory, on }) {
     Object.assign(this, { pane, api, memory, on });
+  }
+
+  /** A session for its first turn; another model than the first may have to be loaded. */
+  begin(body) {
+    const { model, models, notice, composer } = this.pane;
+    if (model !== null && model.status !== "loaded") notice.tell(`Loading ${model.id}…`);
+    return createSession(this.api, body, models.hasSeveral ? composer.model : null);
+  }
+
+  /** Turns that this tab did not see get their colours and the newest its routing: the model reads the log again. */
+  async score(ids, signal) {
+    const { pane } = this;
+    pane.notice.tell("Reading the text again for its probabilities…");
+    const scored = await scoreSession(this.api, pane.session, ids, signal).catch((error) => {
+      if (!signal.aborted) pane.notice.show(error); // the text is there all the same
+      return [];
+    });
+    if (signal.aborted || scored.length === 0) return;
+    pane.notice.clear();
+    scored.forEach((turn) => pane.transcript.fill(turn));
+    pane.showMap();
+    pane.save();
   }
 
   copy(turn, kind) {

@@ -6,6 +6,8 @@ import { count } from "./format.js";
 const WIDTH = 96;
 const HEIGHT = 22;
 const PAD = 3;
+const USE_WORDS = "In use: states that share the change evenly would be so many (windows: tokens held).";
+const MOVED_WORDS = " Moved: mean distance from the learned start.";
 
 /** The fields kept of an answer of GET /v1/sessions/{id}/states. */
 export function sampleOf(answer) {
@@ -34,12 +36,14 @@ export class Utilisation {
       this.body.replaceChildren(el("p", { class: "hint" }, "They are read after each turn."));
       return;
     }
-    const head = [["Layer"], ["Over time"], ["In use", "number"], ["Moved", "number"]].map(([name, kind]) => el("th", { scope: "col", class: kind }, name));
-    const rows = latest.layers.map((layer, index) => row(layer, samples.map((sample) => sample.layers[index])));
+    const hasMoved = latest.layers.some((layer) => layer.moved !== null); // keyed slots have no learned start
+    const names = [["Layer"], ["Over time"], ["In use", "number"], ...(hasMoved ? [["Moved", "number"]] : [])];
+    const head = names.map(([name, kind]) => el("th", { scope: "col", class: kind }, name));
+    const rows = latest.layers.map((layer, index) => row(layer, samples.map((sample) => sample.layers[index]), hasMoved));
     const words = `After ${count(latest.position, "token")}, version ${latest.version}; ${count(samples.length, "reading")}`;
     this.body.replaceChildren(
       el("table", { class: "use" }, el("caption", {}, words), el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)),
-      el("p", { class: "hint" }, "In use: states that share the change evenly would be so many (windows: tokens held). Moved: mean distance from the learned start."),
+      el("p", { class: "hint" }, `${USE_WORDS}${hasMoved ? MOVED_WORDS : ""}`),
     );
   }
 
@@ -48,7 +52,7 @@ export class Utilisation {
   }
 }
 
-function row(layer, history) {
+function row(layer, history, hasMoved) {
   const used = layer.used === null ? "not told" : `${trimmed(layer.used)} of ${layer.most}`;
   return el(
     "tr",
@@ -56,7 +60,7 @@ function row(layer, history) {
     el("th", { scope: "row" }, `${layer.layer} ${layer.kind}`),
     el("td", {}, layer.used === null ? "" : line(history)),
     el("td", { class: "number" }, used),
-    el("td", { class: "number" }, layer.moved === null ? "" : layer.moved.toFixed(2)),
+    ...(hasMoved ? [el("td", { class: "number" }, layer.moved === null ? "" : layer.moved.toFixed(2))] : []),
   );
 }
 

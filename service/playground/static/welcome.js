@@ -37,6 +37,7 @@ export function welcome(model, kind, onExample) {
 }
 
 function chatWords(model) {
-  const template = model === null ? "its chat template" : `its chat template, ${model.chat_template}`;
+  const name = model?.chat_template ?? null; // a model that is not loaded tells none
+  const template = name === null ? "its chat template" : `its chat template, ${name}`;
   return `In a chat it reads your messages in the words of ${template}. Write one below, or take one of these:`;
 }

@@ -260,6 +260,8 @@ async def test_rewind_to_a_turn_and_to_a_token(browser: Browser) -> None:
         await tab.pane().get_by_role("button", name="Rewind to this token").click()
         await tab.agree()
         await expect(tab.pane().locator(".turn-foot")).to_contain_text("taken back to here")
+        for part in ("tokens/s", "resumed"):  # the whole turn's
+            await expect(tab.pane().locator(".turn-foot")).not_to_contain_text(part)
         shown = (await tab.answers())[0]
         ids = server.services.backend.tokenizer.encode(DEFAULT_SCRIPT)[:3]
         assert shown == server.services.backend.tokenizer.decode(ids)

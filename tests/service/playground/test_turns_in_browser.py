@@ -261,6 +261,20 @@ async def test_a_link_shows_probabilities_and_a_token_to_fork_from(browser: Brow
             await expect(other.pane("right").locator(".facts").first).to_contain_text("forked from")
 
 
+async def test_a_reload_before_the_log_was_scored_scores_it(browser: Browser) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        session_id = (await server.client.post("/v1/sessions")).json()["id"]
+        turn = {"input": "Hello", "max_tokens": 64}
+        await server.client.post(f"/v1/sessions/{session_id}/generate", json=turn)
+        await tab.page.route("**/v1/completions", lambda route: None)  # never answered
+        await tab.page.goto(f"{server.url}/#s={session_id}")
+        await tab.page.reload()
+        await expect(tab.page.locator("#left-notice")).to_contain_text("Reading the text again")
+        await tab.page.unroute("**/v1/completions")
+        await tab.page.reload()
+        await expect(tab.pane().locator(".answer .token[data-level]")).to_have_count(14)
+
+
 async def test_a_rows_tools_stand_below_its_title(browser: Browser) -> None:
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
         await tab.send("A rather long title that needs its room", max_tokens="64")
