@@ -34,6 +34,7 @@ from service.routes import (
     files,
     fine_tuning,
     health,
+    live_input,
     metrics,
     models,
     named_states,
@@ -93,6 +94,7 @@ ROUTES = (
     chat,
     responses,
     conversations,
+    live_input,  # before sessions: it takes the bodies of an append that are no JSON
     sessions,
     states,
     named_states,

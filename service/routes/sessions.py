@@ -44,6 +44,7 @@ from service.turns.codec import digest_of
 from service.turns.fork import ForkRequest, fork_session
 from service.turns.rewind import RewindRequest, rewind_session
 from service.web.json_body import JsonRoute, json_response
+from service.web.live_body import LIVE_OPERATION
 from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
 
 MAX_PAGE = 100
@@ -172,6 +173,7 @@ async def generate(
     "/v1/sessions/{session_id}/append",
     summary="Read a text without an answer",
     response_class=Response,
+    openapi_extra=LIVE_OPERATION,
     responses=answers(SessionAnswer),
 )
 async def append(
@@ -185,6 +187,8 @@ async def append(
 
     The next turn begins where it ends. `mark` is the version before, for `clear`. A retry with the same
     `Idempotency-Key` and body gets the first answer; with `expected_version` alone it is 409. Neither reads twice.
+
+    A body of lines or plain text is read while it comes: each part is committed at once, and stays.
     """
     services.log_prompt(arrival, body.input)
     services = await services.for_session(key)

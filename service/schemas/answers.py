@@ -192,7 +192,8 @@ class SessionAnswer(BaseModel):
     """A session at its newest commit; `model` is null for a session of a model that is not served here.
 
     `cancelled`: after a cancel, whether there was a turn. `rebuilt`: after an import, why its log was read. `mark` and
-    `num_appended`: after an append, the version before it and the tokens that were read.
+    `num_appended`: after an append, the version before it and the tokens that were read. `num_bytes_read`: of a live
+    body.
     """
 
     id: str
@@ -214,6 +215,7 @@ class SessionAnswer(BaseModel):
     rebuilt: str | None = None
     mark: int | None = None
     num_appended: int | None = None
+    num_bytes_read: int | None = None
 
 
 class NamedStateAnswer(BaseModel):

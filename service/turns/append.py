@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import secrets
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from nsm_core.engine.request import EndState, Finished, GenerationRequest
 from nsm_core.errors import EngineDead, NsmError, Overloaded
@@ -25,11 +27,14 @@ from service.turns.lease import HeldLease
 from service.turns.turn import Turn
 from service.turns.turns import TurnRegistry, require_same
 
+PROGRESS = "live_input"  # in a record: how far a live body was read
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AppendRequest:
     """`is_verbatim`, `expected_version`, `identity`, `digest`: see TurnRequest. `arrival`, `deadline`:
-    `time.monotonic()` readings.
+    `time.monotonic()` readings. `extra`: kept in the record for a retry, as JSON. `replaces`: a turn whose record goes
+    when this one begins.
     """
 
     request_id: str
@@ -41,6 +46,8 @@ class AppendRequest:
     deadline: float
     identity: str | None = None
     digest: str = ""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replaces: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ async def append_to_session(
     async with turns.exclusive(request.key, is_hot=True) as (turn, held):
         if request.identity is None:
             return await _append(turns.keeper, backend, store, tenants, request, turn, held, turn_id=None, ttl_s=0.0)
+        if PROGRESS in request.extra:  # a record of the same identity may be that of an earlier part
+            require_version(held.stored.head, request.expected_version)
+        if request.replaces is not None:
+            await held.forget_turn(request.replaces)
         record = await turns.begin_record(held, _as_turn(request))
         require_same(record.digest, request.digest)
         if record.status == "committed":
@@ -122,7 +133,7 @@ async def _append(
         new_ids=new_ids,
         num_sampled=0,
         seed=asked.sampling.seed,
-        turn=None if turn_id is None else _ended(turn_id, asked, finished, start, end, new_ids, ttl_s),
+        turn=None if turn_id is None else _ended(turn_id, request, asked, finished, start, end, new_ids, ttl_s),
         tokenizer_fingerprint=backend.tokenizer.fingerprint,
         numerics=backend.model.numerics,
         energy_joules=start.energy_joules,
@@ -134,6 +145,7 @@ async def _append(
 
 def _ended(
     turn_id: str,
+    request: AppendRequest,
     asked: GenerationRequest,
     finished: Finished,
     start: ResumedSession,
@@ -144,7 +156,7 @@ def _ended(
     head = start.head
     result = TurnResult(
         sampling=asked.sampling,
-        render_options={"num_appended": len(new_ids)},
+        render_options={"num_appended": len(new_ids), **request.extra},
         tokens=(),
         finished=finished,
         commit_point=CommitPoint(
@@ -163,6 +175,15 @@ def _appended_before(head: SessionHead, record: TurnRecord) -> Appended:
         raise RuntimeError("a committed turn has no end")
     there = head_at(head, result.commit_point)
     return Appended(there, there.version - 1, result.render_options["num_appended"], is_replay=True)
+
+
+def progress_of(record: TurnRecord) -> dict[str, Any]:
+    """What a commit of a live body tells, with its version and the number of tokens that are read by its end."""
+    result = decode_result(record.result or b"")
+    if result.commit_point is None:
+        raise RuntimeError("a committed turn has no end")
+    known, num_new = result.render_options[PROGRESS], result.render_options["num_appended"]
+    return {**known, "version": result.commit_point.version, "num_tokens": known["num_tokens"] + num_new}
 
 
 async def _resume(backend: InferenceBackend, store: SessionStore, held: HeldLease) -> ResumedSession:

@@ -21,6 +21,7 @@ from service.served_models import holding_models
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.request_context import ARRIVAL, CurrentRequest, answering
 from service.web.errors import answer, report
+from service.web.live_body import is_live
 
 access_logger = logging.getLogger("nsm.access")
 
@@ -186,7 +187,8 @@ class BodyShare:
 
 
 class Body:
-    """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
+    """The only reader of `receive`, but for live bodies: reads the body within its limits, then watches for the client
+    to leave.
 
     `max_file_bytes`: of an upload to FILES_PATH, if not as others. `piece_s`: maximum seconds between two pieces of the
     body; `whole_s`: for the whole body. All bodies under way together take at most MAX_LARGE_BODIES times the larger
@@ -206,7 +208,7 @@ class Body:
         self.whole_s = whole_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or is_live(scope):
             await self.app(scope, receive, send)
             return
         with self.memory.share() as share:
