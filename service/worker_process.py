@@ -25,6 +25,7 @@ from service.backends.base import InferenceBackend
 from service.backends.process.backend import EngineIndex, ProcessBackend
 from service.backends.process.devices import DevicesBackend
 from service.lifecycle.hang_watch import HangWatch
+from service.lifecycle.pulse import LOOK_S, Pulse
 from service.lifecycle.start_report import StartReporter
 from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
@@ -42,7 +43,7 @@ def main() -> None:
     reporter = StartReporter(given["report_fd"])
     try:
         if sys.argv[1] == "engine":
-            _run_engine(settings, given["engine_fd"], reporter)
+            _run_engine(settings, given["engine_fd"], reporter, Pulse(given["pulse_fd"]))
         else:
             _run_worker(settings, given, reporter)
     except Exception as error:
@@ -80,7 +81,7 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run_engine(settings: Settings, fd: int, reporter: StartReporter) -> None:
+def _run_engine(settings: Settings, fd: int, reporter: StartReporter, pulse: Pulse) -> None:
     """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
     from service.backends.process.server import EngineServer, refuse
     from service.server import make_local_backend
@@ -104,8 +105,9 @@ def _run_engine(settings: Settings, fd: int, reporter: StartReporter) -> None:
             watch = HangWatch()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done() and backend.is_alive():
+                pulse.beat()
                 watch.read(backend.stats().heartbeat_age_s)
-                await asyncio.wait((ended,), timeout=1.0)
+                await asyncio.wait((ended,), timeout=LOOK_S)
             await backend.stop()
             watch.close()
             await server.stop()

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError, StartFailed
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.lifecycle.pulse import SILENT_S, falls_silent
 from service.lifecycle.start_report import StartReport, read_report
 from service.owned_directory import owned_directory
 from service.settings import Settings
@@ -97,13 +98,23 @@ class Process:
     async def _run(self) -> str:
         """One child, to its end, which is told in words. Raises ConfigError."""
         try:
-            child, reports_fd = await self._start()
+            child, reports_fd, pulse_fd = await self._start()
         except OSError as error:  # no memory or no room for another process
             return f"could not be started ({error})"
-        report = await read_report(reports_fd)
-        if report is not None:
-            self._take(report)
-        status = await child.wait()
+        watching = asyncio.create_task(falls_silent(pulse_fd, limit_s=SILENT_S))
+        try:
+            report = await read_report(reports_fd)
+            if report is not None:
+                self._take(report)
+            ending = asyncio.create_task(child.wait())
+            await asyncio.wait((ending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and watching.result() and not ending.done():
+                child.kill()
+                await ending
+                return f"gave no sign of life for {SILENT_S:g} s and was killed"
+            status = await ending
+        finally:
+            watching.cancel()
         reason = "" if report is None or report.failure is None else f" ({report.failure})"
         return f"ended with status {status}{reason}"
 
@@ -114,22 +125,27 @@ class Process:
             self.kill()
             raise ConfigError(report.failure)
 
-    async def _start(self) -> tuple[asyncio.subprocess.Process, int]:
-        """The child, and the descriptor to read its report from. Raises OSError."""
-        reports_fd, fd = os.pipe()
+    async def _start(self) -> tuple[asyncio.subprocess.Process, int, int]:
+        """The child, and the descriptors to read its report and its signs of life from. Raises OSError."""
+        reports_fd, report_fd = os.pipe()
+        beats_fd, pulse_fd = os.pipe()
+        fds = (report_fd, pulse_fd)
         try:
             child = await asyncio.create_subprocess_exec(
-                *COMMAND, *self.role.split(), stdin=asyncio.subprocess.PIPE, pass_fds=(*self._fds, fd)
+                *COMMAND, *self.role.split(), stdin=asyncio.subprocess.PIPE, pass_fds=(*self._fds, *fds)
             )
         except BaseException:
             os.close(reports_fd)
+            os.close(beats_fd)
             raise
         finally:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
         self._child = child
         if child.stdin is not None:
-            child.stdin.write(json.dumps({**self._given, "report_fd": fd}).encode() + b"\n")
-        return child, reports_fd
+            given = {**self._given, "report_fd": report_fd, "pulse_fd": pulse_fd}
+            child.stdin.write(json.dumps(given).encode() + b"\n")
+        return child, reports_fd, beats_fd
 
     @property
     def pid(self) -> int | None:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from nsm_core.engine.request import Finished
+from nsm_core.engine.request import Event, Finished
 from nsm_core.errors import EngineDead
 from service import workers
 from service.backends.process.backend import ProcessBackend
@@ -80,36 +81,65 @@ worker_process.main()
 """
 
 
-async def test_an_engine_that_hangs_in_a_step_is_replaced(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flag, path = tmp_path / "hang", tmp_path / "engine.sock"
-    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", HANGING, str(flag)))
-    restarts: list[str] = []
+@contextlib.asynccontextmanager
+async def supervised_engine(
+    model_dir: Path, directory: Path
+) -> AsyncIterator[tuple[workers.Process, ProcessBackend, list[str]]]:
+    """An engine's process under its supervisor, a gateway's backend on it, and what is told of its restarts."""
+    path, restarts = directory / "engine.sock", list[str]()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
         sock.listen()
-        settings = Settings(model=tiny_model_dir, num_threads=1, device="cpu", store="memory")
+        settings = Settings(model=model_dir, num_threads=1, device="cpu", store="memory")
         engine = workers.Process("engine", settings, restarted=restarts.append, engine_fd=sock.fileno())
         supervising = asyncio.create_task(engine.supervise())
         backend = ProcessBackend(path)
         try:
             await asyncio.wait_for(backend.start(), WAIT_S)
-            generation = backend.submit(make_request("hangs", max_tokens=100_000))
-            events = generation.events()
-            await anext(events)
-            flag.touch()
-            async with asyncio.timeout(WAIT_S):
-                end = [event async for event in events][-1]
-            assert isinstance(end, Finished)
-            assert isinstance(end.error, EngineDead)
-            flag.unlink()
-            await eventually(lambda: answers(backend), seconds=WAIT_S)
-            assert restarts == ["engine"]
+            yield engine, backend, restarts
         finally:
             await backend.stop()
             await engine.stop(within_s=WAIT_S)
             await supervising
+
+
+async def test_an_engine_that_hangs_in_a_step_is_replaced(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "hang"
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", HANGING, str(flag)))
+    async with supervised_engine(tiny_model_dir, tmp_path) as (_, backend, restarts):
+        events = backend.submit(make_request("hangs", max_tokens=100_000)).events()
+        await anext(events)
+        flag.touch()
+        await ends_with_its_engine(events)
+        flag.unlink()
+        await eventually(lambda: answers(backend), seconds=WAIT_S)
+        assert restarts == ["engine"]
+
+
+async def test_an_engine_that_was_stopped_is_replaced(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", 3.0)
+    async with supervised_engine(tiny_model_dir, tmp_path) as (engine, backend, restarts):
+        await asyncio.wait_for(engine.is_ready.wait(), WAIT_S)
+        events = backend.submit(make_request("stops", max_tokens=100_000)).events()
+        await anext(events)
+        assert engine.pid is not None
+        stopped = psutil.Process(engine.pid)
+        stopped.suspend()
+        await ends_with_its_engine(events)
+        assert not stopped.is_running()
+        await eventually(lambda: answers(backend), seconds=WAIT_S)
+        assert restarts == ["engine"]
+
+
+async def ends_with_its_engine(events: AsyncIterator[Event]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        end = [event async for event in events][-1]
+    assert isinstance(end, Finished)
+    assert isinstance(end.error, EngineDead)
 
 
 async def answers(backend: ProcessBackend) -> bool:
