@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import websockets
 
 from tests.support.server_processes import Server, running
@@ -38,8 +39,11 @@ async def converse(server: Server, session: str | None, *, kill_after: int | Non
     return session_id, text, response_id
 
 
-async def test_kill_9_in_an_answer_and_the_client_connects_again(tmp_path: Path, tiny_model_dir: Path) -> None:
-    settings: dict[str, object] = {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
+@pytest.mark.parametrize("model", ["tiny_model_dir", "rwkv7_dir"], ids=["local", "rwkv7"])
+async def test_kill_9_in_an_answer_and_the_client_connects_again(
+    tmp_path: Path, model: str, request: pytest.FixtureRequest
+) -> None:
+    settings: dict[str, object] = {"MODEL": request.getfixturevalue(model), "NUM_THREADS": 1}
     async with running(settings, tmp_path) as victim:
         _, undisturbed, _ = await converse(victim, None)
         session_id, before, first_id = await converse(victim, None, kill_after=5)

@@ -21,7 +21,7 @@ from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.support.backends import BACKENDS, MakeBackend, triton_backend
+from tests.support.backends import MakeBackend, triton_backend
 from tests.support.counts import scaled
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.redis_servers import Topology
@@ -173,7 +173,7 @@ def one_row_triton(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pat
         yield server
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
 def make_replica_backend(request: pytest.FixtureRequest, tiny_model_dir: Path) -> MakeBackend:
     if request.param == "local":
         return lambda: engine_of(tiny_model_dir)

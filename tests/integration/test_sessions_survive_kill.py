@@ -21,12 +21,13 @@ SAMPLED = {"temperature": 1.0, "ignore_eos": True, "logprobs": 1}
 TURNS = ("It was the best of times,", " and then", " at last")
 
 
-@pytest.fixture(params=[*BACKENDS, "workers", "devices"])
+@pytest.fixture(params=[*BACKENDS, "workers", "devices", "rwkv7-workers"])
 def server_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> dict[str, object]:
     """As `backend_settings`, and with the engine in one or two processes of their own."""
-    if request.param in ("workers", "devices"):
-        device = "cpu" if request.param == "workers" else "cpu,cpu"
-        return {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "DEVICE": device, "WORKERS": 2}
+    if request.param in ("workers", "devices", "rwkv7-workers"):
+        device = "cpu,cpu" if request.param == "devices" else "cpu"
+        model = request.getfixturevalue("rwkv7_dir") if request.param == "rwkv7-workers" else tiny_model_dir
+        return {"MODEL": model, "NUM_THREADS": 1, "DEVICE": device, "WORKERS": 2}
     return settings_of(request)
 
 

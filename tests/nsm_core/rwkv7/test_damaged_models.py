@@ -44,13 +44,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found | {"hf": parts}
 
 
-@pytest.mark.parametrize("layout", ["pth", "st", "gguf"])
+@pytest.mark.parametrize("layout", ["pth", "st", "gguf", "hf"])
 @FEW
 @given(data=st.data())
 def test_a_model_with_changed_bytes_opens_or_is_refused(
     models: dict[str, Path], layout: str, data: st.DataObject
 ) -> None:
-    path = models[layout]
+    """Of `hf` one of its parts, beside a sound index."""
+    model = models[layout]
+    path = data.draw(st.sampled_from(sorted(model.glob("*.safetensors")))) if model.is_dir() else model
     sound = path.read_bytes()
     # Most of what can go wrong is at the beginning, or at the end of a zip archive
     near = st.integers(0, 20_000) | st.integers(1, 20_000).map(lambda back: len(sound) - back)
@@ -60,7 +62,7 @@ def test_a_model_with_changed_bytes_opens_or_is_refused(
     cut = data.draw(st.none() | st.integers(0, len(sound)))
     try:
         path.write_bytes(changed[:cut])
-        open_or_refuse(path)
+        open_or_refuse(model)
     finally:
         path.write_bytes(sound)
 
