@@ -102,11 +102,12 @@ class Reader:
 
 @pytest.fixture
 async def survivor(
-    backend_settings: dict[str, object], tmp_path: Path, redis_single: Topology
+    request: pytest.FixtureRequest, tmp_path: Path, redis_single: Topology
 ) -> AsyncIterator[tuple[Server, str]]:
     """A server that lives through the test, and the NSM_STORE it is on."""
-    url = redis_single.own_url()
-    async with running(backend_settings, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
+    url, names = redis_single.own_url(), {"backend_settings", "server_settings"}
+    settings = request.getfixturevalue((names & set(request.fixturenames)).pop())
+    async with running(settings, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
         yield server, url
 
 
@@ -123,18 +124,18 @@ async def log_of(server: Server, session_id: str) -> dict[str, Any]:
 
 
 async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
-    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
+    server_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     server, url = survivor
     expected, rng = await unbroken(server), random.Random(3)
     for number in range(scaled(1, 100)):
         reader = Reader(f"killed{number}")
-        async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
+        async with running(server_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
             await victim.create(reader.session_id)
             starting = asyncio.create_task(reader.start(victim))
             await reader.wait_for(rng.randrange(0, 200))
             await asyncio.sleep(rng.uniform(0.0, 0.05))
-            victim.process.kill()
+            victim.kill()
             with contextlib.suppress(*LOST):
                 await starting
             await victim.process.wait()
@@ -175,20 +176,20 @@ async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothi
 
 
 async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
-    backend_settings: dict[str, object], tmp_path: Path
+    server_settings: dict[str, object], tmp_path: Path
 ) -> None:
     """SQLite: the turn's record is in the file, and the store knows at once that its holder is gone."""
     reader = Reader("s")
-    async with running(backend_settings, tmp_path) as victim:
+    async with running(server_settings, tmp_path) as victim:
         expected = await unbroken(victim)
         await victim.create("s")
         starting = asyncio.create_task(reader.start(victim))
         await reader.wait_for(20)
-        victim.process.kill()
+        victim.kill()
         with contextlib.suppress(*LOST):
             await starting
         await victim.process.wait()
-    async with running(backend_settings, tmp_path) as server:
+    async with running(server_settings, tmp_path) as server:
         await reader.read_on(server)
         assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
         retry = Reader("s")

@@ -17,6 +17,10 @@ from tests.support.rwkv7 import rwkv7_backend, save_rwkv7
 from tests.support.triton_servers import RunningTriton
 
 BACKENDS = ["local", "rwkv7", pytest.param("triton", marks=pytest.mark.triton)]
+PROCESSES: dict[str, dict[str, object]] = {  # settings of a server whose engine, or two, has a process of its own
+    "workers": {"DEVICE": "cpu", "WORKERS": 2},
+    "devices": {"DEVICE": "cpu,cpu", "WORKERS": 2},
+}
 MakeBackend = Callable[[], InferenceBackend]
 
 
@@ -41,10 +45,17 @@ def backend_settings(request: pytest.FixtureRequest) -> dict[str, object]:
     return settings_of(request)
 
 
+@pytest.fixture(params=[*BACKENDS, *PROCESSES])
+def server_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The same, and with the engine in one or two processes of their own."""
+    return settings_of(request)
+
+
 def settings_of(request: pytest.FixtureRequest) -> dict[str, object]:
-    """For a fixture whose parameter is one of BACKENDS."""
-    if request.param == "local":
-        return {"MODEL": request.getfixturevalue("tiny_model_dir"), "NUM_THREADS": 1}
+    """For a fixture whose parameter is one of BACKENDS or PROCESSES."""
+    if request.param == "local" or request.param in PROCESSES:
+        more = PROCESSES.get(request.param, {})
+        return {"MODEL": request.getfixturevalue("tiny_model_dir"), "NUM_THREADS": 1, **more}
     if request.param == "rwkv7":
         return {"MODEL": request.getfixturevalue("rwkv7_dir"), "NUM_THREADS": 1}
     return {"TRITON_URL": request.getfixturevalue("triton").grpc_url}
