@@ -194,8 +194,11 @@ def make_backend(settings: Settings) -> InferenceBackend:
     return make_local_backend(settings) if settings.triton_url is None else make_triton_backend(settings)
 
 
-def make_local_backend(settings: Settings) -> LocalBackend:
-    """The model in this process. Raises CheckpointError or ConfigError."""
+def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBackend:
+    """The model in this process. `num_engines`: of the server, each in a process of its own.
+
+    Raises CheckpointError or ConfigError.
+    """
     import_torch()
     from nsm_core.engine.step_stats import meter_of
     from nsm_core.execution.devices import engine_config
@@ -204,7 +207,7 @@ def make_local_backend(settings: Settings) -> LocalBackend:
     def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
         held_bytes = settings.state_cache_mb * 2**20 * max(1, settings.workers)
         config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), held_state_bytes=held_bytes)
-        meter = meter_of(loaded.device) if settings.energy else None
+        meter = meter_of(loaded.device, num_engines=num_engines) if settings.energy else None
         with naming("executor", only=ConfigError):
             return LocalBackend(
                 loaded,

@@ -43,7 +43,7 @@ def main() -> None:
     reporter = StartReporter(given["report_fd"])
     try:
         if sys.argv[1] == "engine":
-            _run_engine(settings, given["engine_fd"], reporter, Pulse(given["pulse_fd"]))
+            _run_engine(settings, given, reporter)
         else:
             _run_worker(settings, given, reporter)
     except Exception as error:
@@ -81,16 +81,17 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run_engine(settings: Settings, fd: int, reporter: StartReporter, pulse: Pulse) -> None:
+def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter) -> None:
     """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
     from service.backends.process.server import EngineServer, refuse
     from service.server import make_local_backend
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
-    with socket.socket(fileno=fd) as sock:
+    pulse = Pulse(given["pulse_fd"])
+    with socket.socket(fileno=given["engine_fd"]) as sock:
         try:
-            backend = make_local_backend(settings)
+            backend = make_local_backend(settings, num_engines=given.get("num_engines", 1))
         except NsmError as error:
             reporter.failed(error, is_final=True)  # before the first engine was ready this ends the server
             refuse(sock, error.with_notes())

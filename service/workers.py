@@ -205,6 +205,7 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
             settings.model_copy(update={"device": device}),
             restarted=restarted,
             engine_fd=engine_sock.fileno(),
+            num_engines=len(on),
         )
         for number, (device, _, engine_sock) in enumerate(on, 1)
     ]

@@ -14,8 +14,11 @@ from nsm_core.errors import ConfigError
 logger = logging.getLogger("nsm.energy")
 
 
-def make_meter(*, gpu_uuids: Sequence[str] = (), core_watts: float = CORE_WATTS) -> EnergyMeter:
+def make_meter(*, gpu_uuids: Sequence[str] = (), core_watts: float = CORE_WATTS, num_engines: int = 1) -> EnergyMeter:
     """The GPUs that are named, and the CPUs: measured where the machine tells, else estimated.
+
+    `num_engines`: that share the CPUs and make such a meter each. A counter is of the whole machine, so each gets its
+    part.
 
     A GPU that does not tell is left out, with a warning: its share would be most of the energy.
     """
@@ -26,7 +29,7 @@ def make_meter(*, gpu_uuids: Sequence[str] = (), core_watts: float = CORE_WATTS)
         except ConfigError as error:
             logger.warning("the energy of the GPU is not counted: %s", error)
     try:
-        meters.append(RaplMeter())
+        meters.append(RaplMeter(share=1 / num_engines))
     except ConfigError as error:
         logger.debug("the energy of the CPU is estimated: %s", error)
         meters.append(EstimateMeter(core_watts))

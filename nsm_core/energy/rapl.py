@@ -38,8 +38,11 @@ class _Zone:
 class RaplMeter:
     """All packages and memories of this machine, whoever uses them. To be read once a minute at least."""
 
-    def __init__(self, root: Path = POWERCAP) -> None:
-        """Raises ConfigError where there are no counters, or this user may not read them."""
+    def __init__(self, root: Path = POWERCAP, *, share: float = 1.0) -> None:
+        """`share`: of what is counted, where several meters in as many processes are summed up.
+
+        Raises ConfigError where there are no counters, or this user may not read them."""
+        self._share = share
         try:
             names = sorted(path.name for path in root.iterdir() if _ZONE.fullmatch(path.name))
             self._zones = [zone for name in names if (zone := _open(root / name)) is not None]
@@ -52,7 +55,9 @@ class RaplMeter:
         joules: dict[Source, float] = {}
         for zone in self._zones:
             joules[zone.source] = joules.get(zone.source, 0.0) + zone.read()
-        return tuple(EnergyUse(source=source, method="rapl", joules=value) for source, value in joules.items())
+        return tuple(
+            EnergyUse(source=source, method="rapl", joules=value * self._share) for source, value in joules.items()
+        )
 
     def close(self) -> None:
         """Nothing is held open."""

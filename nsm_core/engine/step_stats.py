@@ -19,10 +19,12 @@ from nsm_core.state.pool import StatePool
 from nsm_core.stats import EnergyUse, EngineStats
 
 
-def meter_of(device: torch.device, *, core_watts: float = CORE_WATTS) -> EnergyMeter:
-    """The meter of the GPU that a model is on, and of the CPUs. `core_watts`: of one busy core, for an estimate."""
+def meter_of(device: torch.device, *, core_watts: float = CORE_WATTS, num_engines: int = 1) -> EnergyMeter:
+    """The meter of the GPU that a model is on, and of the CPUs. `core_watts`: of one busy core, for an estimate.
+    `num_engines`: of one server on this machine.
+    """
     uuids = [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
-    return make_meter(gpu_uuids=uuids, core_watts=core_watts)
+    return make_meter(gpu_uuids=uuids, core_watts=core_watts, num_engines=num_engines)
 
 
 class StepStats:

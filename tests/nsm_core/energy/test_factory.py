@@ -11,7 +11,7 @@ from nsm_core.errors import ConfigError
 from tests.support.fake_meters import FakeMeter
 
 
-def refuse(*args: object) -> FakeMeter:
+def refuse(*args: object, **given: object) -> FakeMeter:
     raise ConfigError("not here")
 
 
@@ -31,8 +31,15 @@ def test_where_nothing_measures_the_cpu_it_is_estimated(monkeypatch: pytest.Monk
 def test_a_gpu_and_the_cpus_are_measured_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = FakeMeter(), FakeMeter("cpu", "rapl")
     monkeypatch.setattr(factory, "NvmlMeter", lambda uuids: gpu)
-    monkeypatch.setattr(factory, "RaplMeter", lambda: cpu)
-    meter = make_meter(gpu_uuids=["GPU-1"])
+    shares: list[float] = []
+
+    def share_cpu(*, share: float) -> FakeMeter:
+        shares.append(share)
+        return cpu
+
+    monkeypatch.setattr(factory, "RaplMeter", share_cpu)
+    meter = make_meter(gpu_uuids=["GPU-1"], num_engines=2)
+    assert shares == [0.5]
     assert [(use.source, use.method) for use in meter.read()] == [("gpu", "nvml"), ("cpu", "rapl")]
     meter.close()
     assert gpu.is_closed

@@ -43,6 +43,12 @@ def test_packages_and_memory_are_summed_up(root: Path) -> None:
     assert shown(meter) == {("cpu", "rapl"): 3.0, ("dram", "rapl"): 0.5}
 
 
+def test_engines_that_share_a_machine_add_up_to_its_counter(root: Path) -> None:
+    meters = [RaplMeter(root, share=1 / 2) for _ in range(2)]
+    zone(root, "intel-rapl:0", "package-0", 4_000_000)
+    assert [shown(meter)["cpu", "rapl"] for meter in meters] == [1.5, 1.5]
+
+
 def test_a_counter_that_began_anew_goes_on(root: Path) -> None:
     meter = RaplMeter(root)
     zone(root, "intel-rapl:1", "package-1", 1_000_000)
