@@ -40,7 +40,7 @@ async def test_a_new_session_takes_the_model_that_was_chosen(browser: Browser) -
         assert await tab.answers() == [f" said by {OTHER}"]
         await expect(tab.page.locator("#model")).to_contain_text("parameters")
         await expect(tab.page.locator("#left-model")).to_be_hidden()
-        assert await tab.pane().locator(".choices").evaluate("one => one.getClientRects().length") == 0
+        assert await tab.pane().locator(".composer .choices").evaluate("one => one.getClientRects().length") == 0
         await expect(tab.pane().locator(".pane-head .facts")).to_contain_text(OTHER)
         await expect(tab.page.locator("#session-list")).to_contain_text(OTHER)
         [head] = await heads(server)
