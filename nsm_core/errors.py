@@ -131,6 +131,10 @@ class VersionConflict(NsmError):
 class KeyReused(NsmError):
     """An idempotency key names one request, and this is another one."""
 
+    def __init__(self, message: str, *, param: str = "Idempotency-Key") -> None:
+        super().__init__(message)
+        self.param = param
+
 
 class StateMismatch(NsmError):
     """A session or state was made by another model than the one that runs. `param` names the field that had it."""

@@ -42,6 +42,7 @@ from service.telemetry.tracing.tracing import make_tracing
 from service.tenants.api_keys import KeyFile
 from service.web.connection import connection_class
 from service.web.head_limits import RECEIVE_TIMEOUT_S
+from service.web.websocket import WebSocketConnection
 
 if TYPE_CHECKING:
     from nsm_core.loaded_model import LoadedModel, SequenceModel
@@ -330,7 +331,7 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection_class(RECEIVE_TIMEOUT_S),
-        ws="websockets-sansio",
+        ws=WebSocketConnection,
         ws_max_size=MAX_EVENT_BYTES,
         ws_per_message_deflate=False,  # small events; a compressed one may be huge
         lifespan="off",  # `serve` runs it

@@ -51,6 +51,7 @@ Some errors name their case more closely than their kind does.
 OTHERS = (
     (405, "method_not_allowed", "The path has other methods; the message and `Allow` name them."),
     (415, "unsupported_media_type", "The body is not JSON, not UTF-8 or encoded; the message names the header."),
+    (426, "upgrade_required", "The path is a WebSocket's; the request asks for no upgrade."),
     (431, "head_too_large", "Request line and headers are above 64 KiB; the connection closes."),
 )
 

@@ -36,8 +36,8 @@ from service.realtime.events import (
     text_of,
 )
 from service.served_models import holding_models
+from service.web.errors import ErrorAnswer, report, shown
 from service.web.errors import answer as answer_of
-from service.web.errors import report, shown
 
 IDLE_S = 600.0  # without an event of the client, and without an answer
 MAX_WAITING = 64  # events that are not done yet
@@ -147,9 +147,9 @@ class RealtimeConnection:
                     "the conversation has an active response: wait for response.done",
                     code="conversation_already_has_active_response",
                 )
-            options, metadata = self._response_options(event, event_id)
+            changes, metadata = self._response_changes(event)
             self._num_responses += 1
-            return _Work(event_id, lambda: self._respond(options, metadata))
+            return _Work(event_id, lambda: self._respond(changes, metadata, event_id))
         raise InvalidRequest(f"type {shown(kind)} is not supported: this server takes text events", param="type")
 
     async def _work(self) -> None:
@@ -158,7 +158,7 @@ class RealtimeConnection:
             try:
                 with holding_models():
                     await work.act()
-            except (NsmError, RequestValidationError) as error:
+            except NsmError as error:
                 await self._send_error(error, work.event_id)
 
     async def _update(self, session: Mapping[str, Any]) -> None:
@@ -169,11 +169,11 @@ class RealtimeConnection:
         model = session.get("model")
         if model is not None and model != self._conversation.services.model_name:
             raise InvalidRequest("session.model cannot change", param="session.model")
-        options = _options(session, self._defaults, "session.")
+        changes = self._changes(session, "session.")
         instructions = text_of(session, "instructions", "session.")
         if instructions:
             await self._conversation.instruct(instructions)
-        self._defaults = options
+        self._defaults = dataclasses.replace(self._defaults, **changes)
         await self._send(new_event("session.updated", session=self._session()))
 
     async def _read(self, item: TextItem) -> None:
@@ -181,9 +181,8 @@ class RealtimeConnection:
         for kind in ("conversation.item.added", "conversation.item.done"):
             await self._send(new_event(kind, previous_item_id=None, item=item.shown()))
 
-    def _response_options(
-        self, event: Mapping[str, Any], event_id: str | None
-    ) -> tuple[ResponseOptions, Mapping[str, str] | None]:
+    def _response_changes(self, event: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+        """What the response has other than the defaults of its time, and its metadata. Raises InvalidRequest."""
         given = object_of(event, "response") if event.get("response") is not None else {}
         require_known(given, RESPONSE_FIELDS, "response.")
         require_text_only(given, "response.")
@@ -192,14 +191,31 @@ class RealtimeConnection:
         metadata = given.get("metadata")
         if metadata is not None and not isinstance(metadata, dict):
             raise InvalidRequest("response.metadata must be an object", param="response.metadata")
-        return dataclasses.replace(_options(given, self._defaults, "response."), key=event_id), metadata
+        return self._changes(given, "response."), metadata
 
-    async def _respond(self, options: ResponseOptions, metadata: Mapping[str, str] | None) -> None:
+    def _changes(self, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """The options that a body names, in the ranges of this server; null is the server's default.
+
+        Raises InvalidRequest that names the field as the client wrote it.
+        """
+        changes = {name: given[name] for name in ("temperature", "seed") if name in given}
+        if "max_output_tokens" in given:
+            changes["max_tokens"] = max_tokens_of(given, prefix)
         try:
-            try:
-                answer = await self._conversation.answer(options, now(self._request_id))
-            except ValidationError as error:
-                raise RequestValidationError(error.errors()) from error
+            self._conversation.check(ResponseOptions(**changes))
+        except ValidationError as error:
+            raise _named(answer_of(RequestValidationError(error.errors())), prefix) from error
+        except InvalidRequest as error:
+            raise _named(answer_of(error), prefix) from error
+        return changes
+
+    async def _respond(
+        self, changes: Mapping[str, Any], metadata: Mapping[str, str] | None, event_id: str | None
+    ) -> None:
+        """With the defaults of now: updates that came before it are done."""
+        options = dataclasses.replace(self._defaults, **changes, key=event_id)
+        try:
+            answer = await self._conversation.answer(options, now(self._request_id))
             shape = ResponseShape(
                 id=f"resp_{answer.turn_id.removeprefix('cmpl-')}",
                 item_id=f"item_{answer.turn_id.removeprefix('cmpl-')[:24]}",
@@ -265,7 +281,7 @@ class RealtimeConnection:
             **_position(conversation.head.version, conversation.head.position),
         }
 
-    async def _send_error(self, error: NsmError | RequestValidationError, event_id: object) -> None:
+    async def _send_error(self, error: NsmError, event_id: object) -> None:
         report(error, request_id=self._request_id)
         await self._send(error_event(answer_of(error, request_id=self._request_id), event_id))
 
@@ -288,8 +304,8 @@ def _decoded(given: bytes | str) -> Mapping[str, Any]:
     return event
 
 
-def _options(given: Mapping[str, Any], defaults: ResponseOptions, prefix: str) -> ResponseOptions:
-    """What a body says, and else the defaults; ranges are checked with the turn. Raises InvalidRequest."""
-    max_tokens = max_tokens_of(given, prefix) if "max_output_tokens" in given else defaults.max_tokens
-    temperature, seed = given.get("temperature", defaults.temperature), given.get("seed", defaults.seed)
-    return ResponseOptions(max_tokens=max_tokens, temperature=temperature, seed=seed)
+def _named(answer: ErrorAnswer, prefix: str) -> InvalidRequest:
+    """The error of a turn's field, under the name that the event has for it."""
+    field = answer.param or ""
+    name = prefix + ("max_output_tokens" if field == "max_tokens" else field)
+    return InvalidRequest(name + answer.message.removeprefix(field), param=name)

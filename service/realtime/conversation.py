@@ -13,33 +13,38 @@ import time
 import uuid
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
-from nsm_core.errors import InvalidRequest, VersionConflict
+from nsm_core.errors import InvalidRequest, KeyReused, VersionConflict
 from service.deps import Arrival, Services
 from service.generate.session_turn import SessionAnswer, open_session_turn, retry_identity
 from service.named_states.create import border_text
 from service.realtime.events import TextItem
+from service.schemas.common import Limits
 from service.schemas.sessions import GenerateBody, check_session_id, new_session_id
 from service.state.chat_text import text_after
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.key import SessionKey
 from service.turns.append import Appended, AppendRequest, append_to_session
 from service.turns.codec import digest_of
+from service.web.errors import shown
 
 INSTRUCTIONS = "realtime_instructions"  # metadata: a hash of those that the session has read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """None: the server's default. `key`: the client's id of the event, with which a retry gets the same answer."""
+    """None: the server's default; of `max_tokens`, the most that it allows. `key`: the client's id of the event, with
+    which a retry gets the same answer.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     key: str | None = None
 
-    def body(self, text: str, template: ChatTemplate) -> GenerateBody:
+    def body(self, text: str, template: ChatTemplate, limits: Limits) -> GenerateBody:
         """Raises ValidationError or InvalidRequest."""
-        given = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        max_tokens = limits.max_tokens if self.max_tokens is None else self.max_tokens
+        given = {"max_tokens": max_tokens, "temperature": self.temperature, "seed": self.seed}
         fields = {name: value for name, value in given.items() if value is not None}
         return GenerateBody.model_validate({"input": text, "stream": True, "stop": [*template.stop], **fields})
 
@@ -97,25 +102,35 @@ class Conversation:
         else:
             text, _ = await text_after(services.store, head, services.backend.tokenizer, template, messages)
             text = text.removesuffix(_opening(template))
-        done = await append_to_session(
-            services.turns,
-            services.backend,
-            services.store,
-            services.tenants,
-            AppendRequest(
-                request_id=f"item-{uuid.uuid4().hex}",
-                key=self.key,
-                input_ids=tuple(await services.prompts.encode(text, param="item.content")),
-                is_verbatim=False,
-                expected_version=None,
-                arrival=arrival.time,
-                deadline=arrival.time + services.settings.request_timeout_s,
-                identity=retry_identity(f"item:{item.id}", None, digest),
-                digest=digest,
-            ),
-        )
+        try:
+            done = await append_to_session(
+                services.turns,
+                services.backend,
+                services.store,
+                services.tenants,
+                AppendRequest(
+                    request_id=f"item-{uuid.uuid4().hex}",
+                    key=self.key,
+                    input_ids=tuple(await services.prompts.encode(text, param="item.content")),
+                    is_verbatim=False,
+                    expected_version=None,
+                    arrival=arrival.time,
+                    deadline=arrival.time + services.settings.request_timeout_s,
+                    identity=retry_identity(f"item:{item.id}", None, digest),
+                    digest=digest,
+                ),
+            )
+        except KeyReused as error:
+            raise KeyReused(
+                f"item.id {shown(item.id)} was used before for another item; a new item needs a new id", param="item.id"
+            ) from error
         self.head = done.head
         return done
+
+    def check(self, options: ResponseOptions) -> None:
+        """Raises ValidationError or InvalidRequest for what an answer would refuse."""
+        services = self.services
+        options.body("", services.chat_template, services.limits).to_request(services.limits, services.chat_template)
 
     async def answer(self, options: ResponseOptions, arrival: Arrival) -> SessionAnswer:
         """A turn that answers what was read. Raises what `open_session_turn` raises."""
@@ -127,9 +142,10 @@ class Conversation:
         marks = await services.store.log_marks(self.key)
         if marks and marks[-1].num_sampled > 0:  # another answer after the last one
             text = template.separator + text
-        body = options.body(text, template)
+        body = options.body(text, template, services.limits)
         key = None if options.key is None else f"response:{options.key}"
-        digest = digest_of(dataclasses.asdict(options))  # not of the text: it depends on what was read since
+        # of the key alone: a new connection has other defaults, and the text depends on what was read since
+        digest = digest_of({"response": options.key})
         return await open_session_turn(services, self.key, body, arrival, idempotency_key=key, digest=digest)
 
     async def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from nsm_core.errors import Overloaded
@@ -39,6 +40,13 @@ class _StarletteSocket(Socket):
         await self._websocket.close(code, reason)
 
 
+@router.get("/v1/realtime", include_in_schema=False)
+async def realtime_without_upgrade() -> None:
+    """426: the path is a WebSocket's."""
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade"}
+    raise HTTPException(426, "/v1/realtime is a WebSocket: connect with an Upgrade to websocket", headers)
+
+
 @router.websocket("/v1/realtime")
 async def realtime(websocket: WebSocket) -> None:
     """`model`: as in a body. `session`: the session to go on with; else a new one, whose id `session.created` tells."""
@@ -56,7 +64,10 @@ async def realtime(websocket: WebSocket) -> None:
             session_id=query.get("session"),
         )
     offered = websocket.scope.get("subprotocols", [])
-    await websocket.accept(PROTOCOL if PROTOCOL in offered else None)
+    try:
+        await websocket.accept(PROTOCOL if PROTOCOL in offered else None)
+    except OSError:
+        return  # it left before it was let in
     connection = RealtimeConnection(
         _StarletteSocket(websocket),
         services,

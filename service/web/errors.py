@@ -127,7 +127,7 @@ NAMED_ERRORS = (
     "missing_field",
 )  # of service/schemas, with name and message in ctx
 HTTP_TYPES = {404: NOT_FOUND, 401: AUTHENTICATION, 403: PERMISSION, 429: RATE_LIMIT}
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type", 426: "upgrade_required"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

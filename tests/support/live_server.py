@@ -12,13 +12,15 @@ from starlette.types import ASGIApp
 
 from service.web.connection import connection_class
 from service.web.head_limits import RECEIVE_TIMEOUT_S
+from service.web.websocket import WebSocketConnection
 
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[str]:
     """The base URL of `app` while it is served on a free port. `options`: of `uvicorn.Config`."""
     http = connection_class(RECEIVE_TIMEOUT_S)  # as the product serves
-    fields = {"host": "127.0.0.1", "port": 0, "log_config": None, "lifespan": "on", "http": http, **options}
+    fields = {"host": "127.0.0.1", "port": 0, "log_config": None, "lifespan": "on", "http": http}
+    fields |= {"ws": WebSocketConnection, **options}
     server = uvicorn.Server(uvicorn.Config(app, **fields))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.create_task(server.serve())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from tests.support.fakes import FakeBackend
-from tests.support.gateway import Gateway, gateway, until
+from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tenants import make_key, write_keys
 
 MODEL = "fake-nsm"
+WORDS = " It was the best of times, it was the worst of times, it was the age of wisdom"
 
 
 @pytest.fixture
@@ -217,7 +219,13 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"type": "session.update", "session": {"model": "other"}}, "session.model"),
     ({"type": "session.update", "session": {"tools": [{"type": "function"}]}}, "session.tools"),
     ({"type": "response.create", "response": {"max_output_tokens": 0}}, "response.max_output_tokens"),
-    ({"type": "response.create", "response": {"temperature": 9}}, "temperature"),
+    ({"type": "session.update", "session": {"temperature": 5}}, "session.temperature"),
+    ({"type": "session.update", "session": {"temperature": "hot"}}, "session.temperature"),
+    ({"type": "session.update", "session": {"seed": "x"}}, "session.seed"),
+    ({"type": "session.update", "session": {"seed": 2**64 - 1, "temperature": -1}}, "session.temperature"),
+    ({"type": "session.update", "session": {"max_output_tokens": 10**9}}, "session.max_output_tokens"),
+    ({"type": "response.create", "response": {"max_output_tokens": 10**9}}, "response.max_output_tokens"),
+    ({"type": "response.create", "response": {"temperature": 9}}, "response.temperature"),
     ({"type": "response.create"}, "response"),  # nothing was read
 ]
 
@@ -236,6 +244,7 @@ async def test_a_wrong_event_is_an_error_event_and_the_connection_stays(server: 
             error = json.loads(await socket.recv())
             assert error["type"] == "error", event
             assert (error["error"]["param"], error["error"]["event_id"]) == (param, f"e{number}"), event
+            assert "." not in (param or "") or error["error"]["message"].startswith(str(param)), event
         for raw in ("", "{", "[]", "1", '{"type": 1}', b"\xff"):
             await socket.send(raw)
             assert json.loads(await socket.recv())["type"] == "error"
@@ -311,4 +320,73 @@ async def test_a_connection_without_events_is_closed(server: Gateway, monkeypatc
 
 
 async def test_an_http_request_there_is_told_what_it_is(server: Gateway) -> None:
-    assert (await server.client.get("/v1/realtime")).status_code == 404
+    response = await server.client.get("/v1/realtime")
+    assert (response.status_code, response.headers["upgrade"]) == (426, "websocket")
+    assert error_of(response)["code"] == "upgrade_required"
+
+
+async def test_a_refused_connection_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server:
+        url = f"{server.url.replace('http', 'ws')}/v1/realtime"
+        assert (await refused(f"{url}?session=none"))[0] == 404
+        assert (await refused(f"{url}?session=a%20b"))[0] == 400
+        assert (await refused(url, origin="https://evil.example"))[0] == 403
+        with pytest.raises(websockets.InvalidStatus):
+            await websockets.connect(f"{url}/nowhere")
+        connection = await websockets.connect(url)
+        await connection.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_an_update_that_is_not_waited_for_holds_for_the_next_response() -> None:
+    async with (
+        gateway(FakeBackend(WORDS), is_live=True) as server,
+        server.openai.realtime.connect(model=MODEL) as connection,
+    ):
+        await connection.conversation.item.create(item=item("Hi"))  # type: ignore[arg-type]
+        await connection.session.update(session={"type": "realtime", "max_output_tokens": 3})
+        await connection.response.create()
+        done = (await until_event(connection, "response.done")).response
+        assert (done.status, done.usage.output_tokens) == ("incomplete", 3)
+        await connection.session.update(session={"type": "realtime", "max_output_tokens": "inf"})
+        await connection.response.create(response={"max_output_tokens": 5})
+        assert (await until_event(connection, "response.done")).response.usage.output_tokens == 5
+
+
+async def test_without_a_length_an_answer_goes_to_its_end_or_to_the_limit_of_the_server() -> None:
+    for limit, status in ((1000, "completed"), (20, "incomplete")):
+        async with (
+            gateway(FakeBackend(WORDS), is_live=True, max_tokens_limit=limit) as server,
+            server.openai.realtime.connect(model=MODEL) as connection,
+        ):
+            assert (await until_event(connection, "session.created")).session.max_output_tokens == "inf"
+            await say(connection, "Hi")
+            await connection.response.create()
+            done = (await until_event(connection, "response.done")).response
+            assert done.status == status
+            if limit == 20:
+                assert done.usage.output_tokens == limit
+            else:
+                assert done.output[0].content[0].text == WORDS.strip()
+
+
+async def test_the_id_of_an_event_finds_its_answer_whatever_the_settings_are_by_then(server: Gateway) -> None:
+    async with server.openai.realtime.connect(model=MODEL) as connection:
+        session_id = session_of(server, await until_event(connection, "session.created"))["id"]
+        await say(connection, "Hi", id="item_1")
+        await connection.session.update(session={"type": "realtime", "max_output_tokens": 5, "seed": 3})
+        await connection.response.create(event_id="a")
+        first = (await until_event(connection, "response.done")).response
+    async with server.openai.realtime.connect(model=MODEL, extra_query={"session": session_id}) as connection:
+        await connection.response.create(event_id="a")
+        again = (await until_event(connection, "response.done")).response
+        assert (again.id, again.output, again.usage) == (first.id, first.output, first.usage)
+
+
+async def test_the_id_of_an_item_is_not_taken_for_another_text(server: Gateway) -> None:
+    async with server.openai.realtime.connect(model=MODEL) as connection:
+        await say(connection, "Hi", id="item_1")
+        await connection.conversation.item.create(item=item("Ho", id="item_1"), event_id="e")  # type: ignore[arg-type]
+        error = (await until_event(connection, "error")).error
+        assert (error.code, error.param, error.event_id) == ("idempotency_key_reused", "item.id", "e")
+        assert error.message.startswith('item.id "item_1" was used before')
