@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
+import websockets
 
 from tests.deploy.native_services import (
     GatewayProcess,
@@ -105,6 +106,44 @@ def test_a_completion_arrives_in_pieces_with_the_headers_of_the_gateway(services
         first = [next(pieces) for _ in range(3)]
     assert all(piece.startswith(b"data: ") for piece in first)  # whole frames, not blocks of a buffer
     assert all(len(piece) < 2000 for piece in first)
+
+
+async def test_a_live_socket_passes_the_proxy_and_stays_at_its_sessions_gateway(services: Services) -> None:
+    assert services.client.post("/v1/sessions", json={"id": "live"}).status_code == 200
+    for version in (0, 1):
+        url = f"{services.proxy.url.replace('http', 'ws', 1)}/v1/realtime?session=live"
+        async with websockets.connect(url) as socket:
+            assert json.loads(await socket.recv())["type"] == "session.created"
+            content = [{"type": "input_text", "text": "more"}]
+            item = {"type": "message", "role": "user", "content": content}
+            await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+            await socket.send(json.dumps({"type": "response.create", "response": {"max_output_tokens": 3}}))
+            events = [json.loads(await socket.recv())]
+            while events[-1]["type"] not in ("response.done", "error"):
+                events.append(json.loads(await socket.recv()))
+            assert events[-1]["type"] == "response.done", events
+        assert services.say("live", "on").json()["session"]["version"] == 3 * (version + 1)  # item, answer, turn
+    wait_until(lambda: len(services.gateways_of("/v1/realtime")) == 2, "the last line of the proxy's log")
+    wait_until(lambda: len(services.gateways_of("/v1/sessions/live/generate")) == 2, "the last line of the proxy's log")
+    used = {*services.gateways_of("/v1/realtime"), *services.gateways_of("/v1/sessions/live/generate")}
+    assert len(used) == 1
+
+
+def test_a_session_reads_text_through_the_proxy_as_it_comes(services: Services) -> None:
+    """The second piece is sent when the first has been committed."""
+    assert services.client.post("/v1/sessions", json={"id": "fed"}).status_code == 200
+
+    def position() -> int:
+        return int(services.client.get("/v1/sessions/fed").json()["position"])
+
+    def pieces() -> Iterator[bytes]:
+        yield b"".join(json.dumps({"text": "word " * 50}).encode() + b"\n" for _ in range(60))
+        wait_until(lambda: position() > 0, "the commit of the first pieces")
+        yield json.dumps({"text": "the end"}).encode() + b"\n"
+
+    ndjson = {"content-type": "application/x-ndjson"}
+    answer = services.client.post("/v1/sessions/fed/append", content=pieces(), headers=ndjson)
+    assert answer.status_code == 200, answer.text
 
 
 def test_what_tells_of_all_tenants_stays_inside(services: Services) -> None:

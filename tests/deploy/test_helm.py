@@ -149,7 +149,7 @@ def every_route() -> set[str]:
 
 
 def test_the_ingress_passes_every_route_but_the_metrics() -> None:
-    rule = one("everything", "Ingress")["spec"]["rules"][0]
+    rule = one("everything", "Ingress", "-gateway")["spec"]["rules"][0]
     paths = [(path["path"], path["pathType"]) for path in rule["http"]["paths"]]
 
     def is_open(route: str) -> bool:
@@ -164,11 +164,27 @@ def test_the_ingress_passes_every_route_but_the_metrics() -> None:
 
 def test_the_ingress_holds_back_no_stream_and_allows_what_a_gateway_allows() -> None:
     prefix = "nginx.ingress.kubernetes.io/"
-    notes = one("everything", "Ingress")["metadata"]["annotations"]
+    notes = one("everything", "Ingress", "-gateway")["metadata"]["annotations"]
     settings = environment("everything")
     assert notes[prefix + "proxy-buffering"] == "off"
     assert notes[prefix + "proxy-body-size"] == settings["NSM_MAX_BODY_BYTES"]
     assert int(notes[prefix + "proxy-read-timeout"]) > float(settings["NSM_REQUEST_TIMEOUT_S"])
+
+
+def test_the_turns_of_a_session_go_to_one_gateway_by_a_service_of_their_own() -> None:
+    """ingress-nginx hashes for a whole service."""
+    ingress = one("everything", "Ingress", "-sessions")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert (path["path"], path["pathType"]) == ("/v1/sessions/", "Prefix")
+    service = one("everything", "Service", path["backend"]["service"]["name"])
+    others = one("everything", "Service", "-gateway")
+    assert service["spec"]["selector"] == others["spec"]["selector"]
+    monitor = one("everything", "ServiceMonitor", "-gateway")["spec"]["selector"]["matchLabels"]
+    assert not monitor.items() <= service["metadata"]["labels"].items()  # a gateway is scraped once
+    notes = ingress["metadata"]["annotations"]
+    assert notes["nginx.ingress.kubernetes.io/upstream-hash-by"] == "$uri"
+    assert notes["nginx.ingress.kubernetes.io/proxy-request-buffering"] == "off"  # a session reads text as it comes
+    assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

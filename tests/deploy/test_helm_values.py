@@ -102,6 +102,8 @@ def test_an_annotation_of_ones_own_wins_over_the_charts(tmp_path: Path) -> None:
     name = "nginx.ingress.kubernetes.io/proxy-body-size"
     values = {"ingress": {"enabled": True, "host": "nsm.example.com", "annotations": {name: "1m"}}}
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-    (ingress,) = (item for item in objects(render(tmp_path / "values.yaml")) if item["kind"] == "Ingress")
-    assert ingress["metadata"]["annotations"][name] == "1m"
-    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    ingresses = [item for item in objects(render(tmp_path / "values.yaml")) if item["kind"] == "Ingress"]
+    assert len(ingresses) == 2
+    for ingress in ingresses:
+        assert ingress["metadata"]["annotations"][name] == "1m"
+        assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
