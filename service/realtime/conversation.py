@@ -6,6 +6,7 @@ An item's id is its idempotency key, and so is the id of the event that asks for
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -13,9 +14,9 @@ import time
 import uuid
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
-from nsm_core.errors import InvalidRequest, KeyReused, VersionConflict
+from nsm_core.errors import InvalidRequest, KeyReused, SessionBusy, VersionConflict
 from service.deps import Arrival, Services
-from service.generate.session_turn import SessionAnswer, open_session_turn, retry_identity
+from service.generate.session_turn import SessionAnswer, open_session_turn
 from service.named_states.create import border_text
 from service.realtime.events import TextItem
 from service.schemas.common import Limits
@@ -23,8 +24,10 @@ from service.schemas.sessions import GenerateBody, check_session_id, new_session
 from service.state.chat_text import text_after
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.key import SessionKey
-from service.turns.append import Appended, AppendRequest, append_to_session
+from service.turns.append import AppendRequest, append_to_session
 from service.turns.codec import digest_of
+from service.turns.follower import POLL_S
+from service.turns.lease import NO_CHUNKS
 from service.web.errors import shown
 
 INSTRUCTIONS = "realtime_instructions"  # metadata: a hash of those that the session has read
@@ -86,13 +89,37 @@ class Conversation:
         metadata = {**self.head.metadata, INSTRUCTIONS: digest}
         self.head = await self.services.store.update(self.key, metadata=metadata)
 
-    async def read(self, item: TextItem, arrival: Arrival) -> Appended:
+    async def read(self, item: TextItem, arrival: Arrival) -> None:
         """The item is read and committed when this returns; one of the same id is read once.
 
-        Raises what an append raises.
+        While another turn has the session it waits, for as long as a lost server keeps its lease. Raises what an append
+        raises.
         """
+        while True:
+            try:
+                await self._append(item, arrival)
+                return
+            except SessionBusy:
+                if await self._was_read(item):
+                    return
+                if time.monotonic() >= arrival.time + self.services.settings.lease_s:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def _was_read(self, item: TextItem) -> bool:
+        """Whether it is committed, which is known without a lease. Raises KeyReused."""
+        identity = _identity(item)
+        record = await self.services.store.get_turn(
+            self.key, identity=identity, first_chunk=NO_CHUNKS, with_request=False
+        )
+        if record is None or record.status != "committed":
+            return False
+        if record.digest != _digest(item):
+            raise _reused(item)
+        return True
+
+    async def _append(self, item: TextItem, arrival: Arrival) -> None:
         services, template = self.services, self.services.chat_template
-        digest = digest_of({"item": [item.role, item.text]})
         self.head = head = await services.store.get(self.key)
         messages = [ChatMessage(item.role, item.text)]
         if head.num_log_tokens == 0 and self.instructions:
@@ -116,16 +143,13 @@ class Conversation:
                     expected_version=None,
                     arrival=arrival.time,
                     deadline=arrival.time + services.settings.request_timeout_s,
-                    identity=retry_identity(f"item:{item.id}", None, digest),
-                    digest=digest,
+                    identity=_identity(item),
+                    digest=_digest(item),
                 ),
             )
         except KeyReused as error:
-            raise KeyReused(
-                f"item.id {shown(item.id)} was used before for another item; a new item needs a new id", param="item.id"
-            ) from error
+            raise _reused(item) from error
         self.head = done.head
-        return done
 
     def check(self, options: ResponseOptions) -> None:
         """Raises ValidationError or InvalidRequest for what an answer would refuse."""
@@ -155,6 +179,19 @@ class Conversation:
 
 def now(request_id: str) -> Arrival:
     return Arrival(request_id=request_id, time=time.monotonic())
+
+
+def _identity(item: TextItem) -> str:
+    return f"key:item:{item.id}"
+
+
+def _digest(item: TextItem) -> str:
+    return digest_of({"item": [item.role, item.text]})
+
+
+def _reused(item: TextItem) -> KeyReused:
+    message = f"item.id {shown(item.id)} was used before for another item; a new item needs a new id"
+    return KeyReused(message, param="item.id")
 
 
 def _opening(template: ChatTemplate) -> str:

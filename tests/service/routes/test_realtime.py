@@ -390,3 +390,35 @@ async def test_the_id_of_an_item_is_not_taken_for_another_text(server: Gateway) 
         error = (await until_event(connection, "error")).error
         assert (error.code, error.param, error.event_id) == ("idempotency_key_reused", "item.id", "e")
         assert error.message.startswith('item.id "item_1" was used before')
+
+
+async def test_an_item_that_is_sent_again_beside_its_answer_and_one_that_waits_for_it() -> None:
+    backend = FakeBackend(" It was", hold=True)
+    async with gateway(backend, is_live=True) as server:
+        connection = await server.openai.realtime.connect(model=MODEL).enter()
+        session_id = session_of(server, await until_event(connection, "session.created"))["id"]
+        backend.release(1)
+        await say(connection, "Hi", id="item_1")
+        await connection.response.create(event_id="a")
+        await until_event(connection, "response.created")
+        connection._connection.transport.abort()
+        async with server.openai.realtime.connect(model=MODEL, extra_query={"session": session_id}) as connection:
+            assert (await say(connection, "Hi", id="item_1")).id == "item_1"  # the answer still runs
+            await connection.conversation.item.create(item=item("Ho", id="item_1"))  # type: ignore[arg-type]
+            assert (await until_event(connection, "error")).error.param == "item.id"
+            assert server.services.turns.num_running == 1
+            await connection.conversation.item.create(item=item("More", id="item_2"))  # type: ignore[arg-type]
+            backend.release(99)
+            assert (await until_event(connection, "conversation.item.done")).item.id == "item_2"
+        assert (await server.client.get(f"/v1/sessions/{session_id}")).json()["version"] == 3
+
+
+async def test_an_item_does_not_wait_for_ever_for_a_session_that_another_turn_has() -> None:
+    backend = FakeBackend(hold=True)
+    async with gateway(backend, is_live=True, lease_s=1.0) as server:
+        async with server.openai.realtime.connect(model=MODEL) as connection:
+            key = server_key(session_of(server, await until_event(connection, "session.created"))["id"])
+            async with server.services.turns.exclusive(key):
+                await connection.conversation.item.create(item=item("Hi"), event_id="e")  # type: ignore[arg-type]
+                error = (await until_event(connection, "error")).error
+        assert (error.code, error.event_id) == ("session_busy", "e")
