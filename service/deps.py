@@ -109,6 +109,14 @@ class Services:
         """Those of a model, which is loaded if need be; None: of the first. Raises NotFound or ModelUnavailable."""
         return await self.models.get(name)
 
+    async def for_start(self, tenant: str, model: str | None, state: str | None) -> Services:
+        """Those of the model that a request names; without one, of the model of the state that it starts from, if that
+        is served here. Raises as `for_model` and `StateLibrary.fingerprint_of`.
+        """
+        if model is not None or state is None or not self.models.has_others:
+            return await self.for_model(model)
+        return await self.models.of_fingerprint(await self.states.fingerprint_of(tenant, state))
+
     async def for_session(self, key: SessionKey, model: str | None = None) -> Services:
         """Those of the model that made the session, which stays with it; of the first if that is not served here.
 
@@ -143,6 +151,10 @@ class TenantScope:
     async def for_model(self, name: str | None) -> TenantScope:
         """As `Services.for_model`."""
         return TenantScope(await self.services.for_model(name), self.tenant)
+
+    async def for_start(self, model: str | None, state: str | None) -> TenantScope:
+        """As `Services.for_start`."""
+        return TenantScope(await self.services.for_start(self.tenant, model, state), self.tenant)
 
     async def for_session(self, session_id: str) -> TenantScope:
         """As `Services.for_session`; this one for a session that is gone."""

@@ -198,7 +198,7 @@ class PrefixCutter:
 
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks the body and submits its requests; errors become the answer's status."""
-    services = await services.for_model(body.model)
+    services = await services.for_start(tenant, body.model, body.state)
     template = body.template_of_answer(services.chat_template)
     spec = await with_grammar(services, tenant, body.to_request(services.limits, template), arrival)
     state = await find_state(services, tenant, spec, arrival)

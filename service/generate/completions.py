@@ -194,7 +194,7 @@ class ChoiceText:
 
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
     """Checks the body and submits its requests; errors become the answer's status."""
-    services = await services.for_model(body.model)
+    services = await services.for_start(tenant, body.model, body.state)
     spec = await with_grammar(services, tenant, body.to_request(services.limits), arrival)
     state = await find_state(services, tenant, spec, arrival)
     prompts = [await read_after(services, state, text) for text in spec.prompts]

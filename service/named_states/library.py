@@ -154,7 +154,7 @@ class StateLibrary:
         wanted = await asyncio.to_thread(parse_state, value)
         try:
             if isinstance(wanted, bytes):
-                file = await asyncio.to_thread(lambda: read_file(self.seal.open(wanted), kind="state"))
+                file = await self.open_file(wanted)
                 return StartState(file=await self._own(tenant, file, None, deadline))
             return await self._named(tenant, await self.find(tenant, wanted), deadline)
         except InvalidRequest as error:
@@ -162,6 +162,17 @@ class StateLibrary:
             raise
         except StateMismatch as error:
             error.param = "state"
+            raise
+
+    async def fingerprint_of(self, tenant: str, value: str) -> str:
+        """Of the model that made the state which a request names or brings along. Raises InvalidRequest, NotFound."""
+        wanted = await asyncio.to_thread(parse_state, value)
+        if not isinstance(wanted, bytes):
+            return (await self.find(tenant, wanted)).model_fingerprint
+        try:
+            return (await self.open_file(wanted)).header.model_fingerprint
+        except InvalidRequest as error:
+            error.param = error.param or "state"
             raise
 
     async def _named(self, tenant: str, head: NamedState, deadline: float) -> StartState:

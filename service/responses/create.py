@@ -47,7 +47,7 @@ async def open_response(
 
     `key`: of an earlier try, whose response is given again if it came to its end or still runs.
     """
-    scope = await scope.for_model(body.model)
+    scope = await _scope_of(scope, body)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(scope.tenant, key)
     digest = digest_of(body.model_dump(exclude={*body.non_semantic_fields, "return_state"}))
     earlier = None if key is None or not body.store else await _earlier(scope, response_id, digest)
@@ -63,6 +63,27 @@ async def open_response(
         if key is None:
             raise
         return ReadAnswer(scope, await load_response(scope, response_id))
+
+
+async def _scope_of(scope: TenantScope, body: ContextFields) -> TenantScope:
+    """That of the model which the request names; without one, of the model of its chain or state, if served here."""
+    if body.model is not None or not scope.services.models.has_others:
+        return await scope.for_model(body.model)
+    chain = await _chain_of(scope, body)
+    if chain is None:
+        return await scope.for_start(body.model, body.state)
+    return await scope.for_session(chain.end.session_id)
+
+
+async def _chain_of(scope: TenantScope, body: ContextFields) -> Chain | None:
+    """What the request goes on from, which may not have ended. Raises NotFound."""
+    if body.previous_response_id is not None:
+        return (await load_response(scope, body.previous_response_id, param="previous_response_id")).chain
+    if body.conversation is None:
+        return None
+    conversation = await load_conversation(scope, body.conversation, param="conversation")
+    running = None if conversation.running_id is None else await find_response(scope, conversation.running_id)
+    return conversation.chain if running is None else running.chain
 
 
 async def _earlier(scope: TenantScope, response_id: str, digest: str) -> StoredResponse | None:
@@ -228,7 +249,7 @@ def _gone(body: ContextFields, error: NotFound) -> NotFound:
 
 async def count_input_tokens(scope: TenantScope, body: ContextFields) -> int:
     """`usage.input_tokens` of a response with this input. Raises what keeps it from being begun."""
-    scope = await scope.for_model(body.model)
+    scope = await _scope_of(scope, body)
     context = await find_context(scope, body)
     try:
         plan = await make_plan(scope, body, context, body.items())

@@ -75,7 +75,7 @@ async def create_session(
     Answers 200, like OpenAI's.
     """
     body = body or CreateSessionBody()
-    services = await services.for_model(body.model)
+    services = await services.for_start(tenant, body.model, body.state)
     head = await services.store.create(await _new_session(services, tenant, body, arrival))
     return json_response(session_object(services, head))
 

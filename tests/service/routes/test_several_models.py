@@ -275,6 +275,47 @@ async def test_a_chain_of_responses_stays_with_its_model() -> None:
         assert (await server.client.delete(f"/v1/responses/{first['id']}")).status_code == 200
 
 
+async def test_a_chain_without_a_model_is_served_by_its_own() -> None:
+    """Of responses and of conversations, while blue is not loaded too."""
+    shelf = Shelf("blue", "red")
+    async with serving(shelf, models_memory_mb=100) as server:
+        conversation = (await server.client.post("/v1/conversations", json={})).json()["id"]
+        first = (await server.client.post("/v1/responses", json={"model": "blue", "input": "x"})).json()
+        inside = {"input": "x", "conversation": conversation}
+        assert (await server.client.post("/v1/responses", json={**inside, "model": "blue"})).status_code == 200
+        for body in ({"input": "y", "previous_response_id": first["id"]}, inside):
+            await text_of(server, "red")  # blue is unloaded
+            answer = (await server.client.post("/v1/responses", json=body)).json()
+            assert (answer["model"], answer["output"][0]["content"][0]["text"]) == ("blue", "said by blue")
+            counted = await server.client.post("/v1/responses/input_tokens", json=body)
+            assert counted.status_code == 200, counted.text
+        gone = await server.client.post("/v1/responses", json={"input": "y", "previous_response_id": "resp_none"})
+        assert (gone.status_code, error_of(gone)["param"]) == (404, "previous_response_id")
+
+
+async def test_a_state_without_a_model_is_served_by_its_own() -> None:
+    """Named, or brought along."""
+    async with serving(Shelf("blue")) as server:
+        made = await server.client.post("/v1/states", json={"name": "n", "text": "x", "model": "blue"})
+        assert made.status_code == 200, made.text
+        returned = (await complete(server, "blue", return_state=True)).json()["state"]["data"]
+        for state in ("n", "n@1", returned):
+            messages = [{"role": "user", "content": "x"}]
+            bodies: dict[str, dict[str, Any]] = {
+                "/v1/completions": {"prompt": "x"},
+                "/v1/chat/completions": {"messages": messages},
+                "/v1/responses": {"input": "x", "store": False},
+                "/v1/sessions": {},
+            }
+            for path, body in bodies.items():
+                answer = await server.client.post(path, json={**body, "state": state})
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["model"] == "blue"
+        for state, status in (("none", 404), ("A" * 200, 400)):
+            refused = await complete(server, None, state=state)
+            assert (refused.status_code, error_of(refused)["param"]) == (status, "state")
+
+
 async def test_lines_of_a_batch_run_on_the_models_that_they_name() -> None:
     raw = input_of(*({"prompt": "x", "max_tokens": 40, "model": model} for model in (FIRST, "blue", "green")))
     async with serving(Shelf("blue"), is_live=True) as server:
