@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from nsm_core.errors import CheckpointError
@@ -30,13 +30,20 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
 
     def save(self, path: Path, *, run_id: str) -> None:
-        """`run_id`: names model, config and examples, so that no other run goes on from it."""
+        """`run_id`: names model, config and examples, so that no other run goes on from it. Raises OSError, and leaves
+        nothing then.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["tensors"]
         metadata = {KEY: json.dumps({"run_id": run_id, **fields})}
         partial = path.with_name(path.name + ".partial")
-        save_file({name: value.cpu().contiguous() for name, value in self.tensors.items()}, str(partial), metadata)
-        os.replace(partial, path)
+        raw = save({name: value.cpu().contiguous() for name, value in self.tensors.items()}, metadata)
+        try:
+            partial.write_bytes(raw)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: Path, *, run_id: str) -> Checkpoint | None:

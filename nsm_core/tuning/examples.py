@@ -6,6 +6,7 @@ likely the model finds the completion, or the assistant's messages; everything e
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -47,12 +48,12 @@ class ExampleReader:
         self._limits = limits
 
     def read(self, raw: bytes) -> list[Example]:
-        """All examples of a file, in order. Blank lines are skipped.
+        """All examples of a file, in order. Blank lines, and a mark of UTF-8 at its start, are skipped.
 
         Raises InvalidRequest that names the line and the field of the first fault.
         """
         examples: list[Example] = []
-        for number, line in enumerate(raw.split(b"\n"), start=1):
+        for number, line in enumerate(raw.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
             if not line.strip():
                 continue
             if len(examples) == self._limits.max_examples:
@@ -166,7 +167,9 @@ def _parse(line: bytes) -> dict[str, Any]:
         value = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidRequest("it is nested too deeply") from error
+    except ValueError as error:
         raise InvalidRequest(f"it is not JSON: {str(error)[:SHOWN_CHARS]}") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"it must be a JSON object, got {_shown(value)}")

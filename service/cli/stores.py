@@ -39,7 +39,12 @@ def _require_file(settings: Settings) -> Settings:
 
 
 def target_settings(
-    data_dir: Path | None, store: str | None, *, model: Path | None = None, device: str | None = None
+    data_dir: Path | None,
+    store: str | None,
+    *,
+    model: Path | None = None,
+    device: str | None = None,
+    num_threads: int | None = None,
 ) -> Settings:
     """For commands that may begin a store.
 
@@ -48,7 +53,7 @@ def target_settings(
     from nsm_core.errors import ConfigError
     from service.settings import load_settings
 
-    settings = load_settings(data_dir=data_dir, store=store, model=model, device=device)
+    settings = load_settings(data_dir=data_dir, store=store, model=model, device=device, num_threads=num_threads)
     if settings.store == "memory":
         raise ConfigError(
             "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"

@@ -47,6 +47,10 @@ def tune(
     tenant: options.Tenant = DEFAULT_TENANT,
     model: options.Model = None,
     device: options.Device = None,
+    num_threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads.", show_default="NSM_NUM_THREADS, or a quarter of the cores"),
+    ] = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
@@ -63,7 +67,7 @@ def tune(
         patience=patience,
         max_tokens_at_once=batch_tokens,
     )
-    settings = target_settings(data_dir, store, model=model, device=device)
+    settings = target_settings(data_dir, store, model=model, device=device, num_threads=num_threads)
     owner = PUBLISHED if published else tenant
     check_state_name(name)
     if out is None:
@@ -88,6 +92,8 @@ def _train(
     owner: str,
     name: str,
 ) -> tuple[SessionFile, TunedState]:
+    import torch
+
     from nsm_core.architectures import load_model
     from nsm_core.chat_template import get_template
     from nsm_core.state.quantize import StateFormat
@@ -95,6 +101,9 @@ def _train(
     from nsm_core.tuning.run import TuneData, read_data, run_id_of, tune
     from service.cli.local_model import with_local_model
     from service.named_states.tuned import tuned_file
+    from service.tuning.process import tuning_threads
+
+    torch.set_num_threads(settings.num_threads or tuning_threads(None))
 
     def run(loaded: LoadedModel[SequenceModel]) -> tuple[SessionFile, TunedState]:
         template = get_template(settings.chat_template or loaded.chat_template)

@@ -7,6 +7,7 @@ the lowest priority and few threads, so that serving is not starved.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from nsm_core.control_group import usable_threads
 from nsm_core.errors import InvalidRequest, NsmError, StateMismatch
 
 TRAINING_FILE, VALIDATION_FILE, STATE_FILE, CHECKPOINT_FILE = (
@@ -26,6 +28,9 @@ LOWEST_PRIORITY = 19
 MAX_EXAMPLE_TOKENS = 1024
 MAX_EXAMPLES = 10_000
 MAX_TRAINED_TOKENS = 20_000_000  # of all epochs
+THREAD_SHARE = 4  # of the processors training has one part in so many, at least one thread
+STORAGE_FULL = "storage_full"
+NO_ROOM = "the server's disk is full: the job has no room for its files"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,18 @@ class Order:
     config: dict[str, Any]
 
 
+def tuning_threads(num_threads: int | None) -> int:
+    """A share of `num_threads`; None: of the processors that this process may use. Threads of torch that wait for a
+    processor which another program keeps busy hold up all others.
+    """
+    return max(1, (num_threads or usable_threads(os.cpu_count() or 1)) // THREAD_SHARE)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no room on a disk, or none of a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def main() -> None:
     os.nice(LOWEST_PRIORITY)
     order = Order(**json.loads(sys.stdin.readline()))
@@ -55,6 +72,10 @@ def main() -> None:
         _say(kind="failed", code=f"invalid_{param}", message=str(error), param=param)
     except NsmError as error:
         _say(kind="failed", code="training_failed", message=str(error), param=None)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        _say(kind="failed", code=STORAGE_FULL, message=NO_ROOM, param=None)
 
 
 def _end_with_server() -> None:

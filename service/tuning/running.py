@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -19,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsm_core.control_group import usable_threads
 from nsm_core.errors import InvalidRequest, NotFound, QuotaExceeded, VersionConflict
 from service.batches.batch import Ownership
 from service.batches.running import OwnershipLost
@@ -28,13 +26,21 @@ from service.named_states.tuned import SOURCE, tuned_file
 from service.schemas.tuned_model import tuned_model_name
 from service.tuning.job import Job
 from service.tuning.library import JobLibrary
-from service.tuning.process import STATE_FILE, TRAINING_FILE, VALIDATION_FILE, Order
+from service.tuning.process import (
+    NO_ROOM,
+    STATE_FILE,
+    STORAGE_FULL,
+    TRAINING_FILE,
+    VALIDATION_FILE,
+    Order,
+    is_full,
+    tuning_threads,
+)
 
 logger = logging.getLogger("nsm.tuning")
 
 STATE_JOB = "fine_tuning_job"  # in the metadata of a state: which job made it
 MAX_LINE_BYTES = 2**20
-THREAD_SHARE = 4  # of the processors a job has one part in so many, at least one thread
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -62,6 +68,10 @@ class JobRun:
                 await self._train()
             except (InvalidRequest, NotFound) as error:
                 await self._fail(error.code or "invalid_request", str(error), error.param)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                await self._fail(STORAGE_FULL, NO_ROOM)
         self.services.metrics.tuning.ended(self.job.status)  # type: ignore[arg-type]
         await self.library.close(self.job.tenant, self.job.id)
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
@@ -87,14 +97,13 @@ class JobRun:
         path = settings.further_models().get(self.job.fields["model"], settings.model)
         numerics = served.backend.model.numerics
         device = settings.device if settings.device.startswith("cuda") else "cuda"
-        num_threads = settings.num_threads or usable_threads(os.cpu_count() or 1)
         return Order(
             directory=str(self.directory),
             model=None if path is None else str(path),
             fingerprint=served.backend.model.fingerprint,
             template=served.settings.chat_template,
             device=device if numerics.startswith("cuda") else "cpu",
-            num_threads=max(1, num_threads // THREAD_SHARE),
+            num_threads=tuning_threads(settings.num_threads),
             config=dataclasses.asdict(self.job.config),
         )
 

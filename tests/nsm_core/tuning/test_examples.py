@@ -44,10 +44,15 @@ def test_blank_lines_are_skipped_and_lines_counted(tiny_tokenizer: Tokenizer) ->
     assert [example.line for example in examples_of(raw, tiny_tokenizer)] == [2, 4]
 
 
+def test_mark_of_utf8_at_the_start_of_a_file_is_skipped(tiny_tokenizer: Tokenizer) -> None:
+    raw = file_of(GOOD)
+    assert examples_of(b"\xef\xbb\xbf" + raw, tiny_tokenizer) == examples_of(raw, tiny_tokenizer)
+
+
 WRONG: list[tuple[bytes, str, str | None]] = [
     (b"{", "it is not JSON", None),
     (b"\xff", "it is not UTF-8: invalid start byte at byte 0", None),
-    (b"[" * 100_000, "it is not JSON", None),
+    (b"[" * 100_000, "it is nested too deeply", None),
     (b'{"prompt": NaN, "completion": "a"}', "it is not JSON: NaN is no number", None),
     (b"[1]", "it must be a JSON object, got [1]", None),
     (b'{"text": "a"}', "it must have messages, or prompt and completion; its fields: 'text'", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from nsm_core.config import EngineConfig
+from nsm_core.control_group import usable_threads
 from nsm_core.errors import NotFound, QuotaExceeded
 from service.backends.local import LocalBackend
 from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
+from service.tuning.process import tuning_threads
+from service.tuning.running import JobRun
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tuning import file_of, pairs
@@ -107,6 +111,29 @@ async def test_fault_of_a_file_names_line_and_field(server: Gateway) -> None:
     assert other.error.message.startswith("line 1: it is not UTF-8")
     events = await server.openai.fine_tuning.jobs.list_events(job.id)
     assert (events.data[0].level, events.data[0].message) == ("error", job.error.message)
+
+
+@pytest.mark.parametrize("name", ["training.jsonl", "checkpoint.safetensors.partial"])
+async def test_full_disk_fails_the_job(server: Gateway, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In the gateway, or in the job's process."""
+    prepare = JobRun._prepare
+
+    async def prepare_on_full_disk(run: JobRun) -> None:
+        run.directory.mkdir(parents=True)
+        (run.directory / name).symlink_to("/dev/full")
+        await prepare(run)
+
+    monkeypatch.setattr(JobRun, "_prepare", prepare_on_full_disk)
+    job = await ended(server, await begin(server))
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.code == "storage_full"
+    assert "disk is full" in job.error.message
+
+
+def test_training_has_a_quarter_of_the_threads_and_at_least_one() -> None:
+    assert [tuning_threads(num) for num in (1, 3, 4, 9, 16)] == [1, 1, 1, 2, 4]
+    assert tuning_threads(None) == tuning_threads(usable_threads(os.cpu_count() or 1))
 
 
 async def test_deleted_file_fails_the_job(server: Gateway) -> None:
