@@ -260,11 +260,13 @@ class Settings(BaseSettings):
 
     @field_validator("model", mode="after")
     @classmethod
-    def _bundled_by_name(cls, model: Path | None) -> Path | None:
-        try:
-            return model if model is None else find_checkpoint(model)
-        except CheckpointError as error:
-            raise ValueError(str(error)) from error
+    def _first_model(cls, model: Path | None) -> Path | None:
+        _, equals, path = str(model).partition("=")
+        if model is not None and equals and not model.exists():
+            raise ValueError(
+                f"NAME= is for further models: write {path}, and {label('served_model_name')} for its name"
+            )
+        return model if model is None else _found(model)
 
     @field_validator("chat_template", mode="after")
     @classmethod
@@ -378,14 +380,11 @@ class Settings(BaseSettings):
         found: dict[str, Path] = {}
         for item in items_of(self.models):
             given, equals, rest = item.partition("=")
-            path = self._bundled_by_name(Path(rest if equals else item))
-            if path is not None:
-                name = given if equals else path.resolve().name
-                if not name or name in found:
-                    raise ValueError(
-                        f"{label('models')}: names must differ, and {name!r} is there twice; write NAME=PATH"
-                    )
-                found[name] = path.expanduser().absolute()
+            path = _found(Path(rest if equals else item))
+            name = given if equals else path.resolve().name
+            if not name or name in found:
+                raise ValueError(f"{label('models')}: names must differ, and {name!r} is there twice; write NAME=PATH")
+            found[name] = path.expanduser().absolute()
         return found
 
     def for_other_model(self, name: str) -> Settings:
@@ -520,6 +519,14 @@ def engine_settings() -> tuple[str, ...]:
     return tuple(name for name in Settings.model_fields if shown(name).is_engine)
 
 
+def _found(model: Path) -> Path:
+    """A bundled model by its name. Raises ValueError."""
+    try:
+        return find_checkpoint(model)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
 def label(name: str) -> str:
     """A setting as its variable and as its option."""
     return f"{_variable(name)} ({_option(name)})"
@@ -530,7 +537,7 @@ def _variable(name: str) -> str:
 
 
 def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--model" if name == "models" else f"--{name.replace('_', '-')}"  # repeated for further models
 
 
 def _describe(item: ErrorDetails) -> str:

@@ -107,6 +107,8 @@ def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyP
         *(({"triton_url": "host:8001", name: value}, f"NSM_{name.upper()} .* has no effect") for name, value in ENGINE),
         ({"triton_url": "host:8001", "max_slots": 4}, "is a parameter of the server's config.pbtxt"),
         ({"triton_url": "host:8001", "workers": 2}, "NSM_WORKERS .* no effect .* start several gateways on one store"),
+        ({"models": "pulse-books", "workers": 2}, r"NSM_MODELS \(--model\) has no effect with NSM_WORKERS"),
+        ({"models": "pulse-books", "device": "cpu,cpu"}, r"NSM_MODELS \(--model\) has no effect with NSM_DEVICE"),
         ({"triton_tls_dir": "tls"}, "NSM_TRITON_TLS_DIR .* has no effect without NSM_TRITON_URL"),
     ],
     ids=str,
@@ -114,6 +116,12 @@ def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyP
 def test_setting_without_effect_for_the_backend_is_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_settings(**given)
+
+
+@pytest.mark.parametrize("path", ["pulse-books-keyed", "models/some.gguf"])
+def test_name_before_the_first_model_is_a_setting_of_its_own(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"NSM_MODEL .*write {path}, and NSM_SERVED_MODEL_NAME"):
+        load_settings(model=f"a={path}")
 
 
 @pytest.mark.parametrize(
