@@ -176,7 +176,7 @@ class RewindBody(RequestBody):
 class AppendBody(RequestBody):
     """What a session reads without an answer."""
 
-    input: Input = ""
+    input: Input
     expected_version: int | None = Field(
         default=None, ge=0, le=MAX_COUNT, description="409 when the session is at another version"
     )

@@ -93,6 +93,13 @@ async def test_an_append_commits_its_tokens_and_leaves_the_state_to_a_later_snap
     assert [request.prompt_ids for request in backend.requests] == [(5, 6, 7), (8, 9), (11,)]  # nothing twice
 
 
+@pytest.mark.parametrize("body", [{}, {"input": None}], ids=str)
+async def test_append_without_input_is_refused(server: Gateway, body: dict[str, Any]) -> None:
+    refused = await post(server, "/v1/sessions/s1/append", **body)
+    assert refused.status_code == 400
+    assert (error_of(refused)["param"], error_of(refused)["message"]) == ("input", "input is required")
+
+
 async def test_an_empty_append_reads_a_token_that_waits(server: Gateway) -> None:
     refused = await post(server, "/v1/sessions/s1/append", input="")
     assert (refused.status_code, error_of(refused)["param"]) == (400, "input")
