@@ -90,6 +90,7 @@ def listops_items(data: Path) -> Iterator[Item]:
             yield Item(f"{' '.join(tokens)} =", f" {answer}")
 
 
+WAYS = ("plain", "read", "tuned", "tuned-read", "lora")
 SOURCES = {"babi-1": babi_items, "imdb": imdb_items, "listops": listops_items}
 
 
@@ -216,12 +217,17 @@ class Trial:
 def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     task, measured = read_task(name, args.data, args.sizes), fresh(args)
     trial = Trial(args, measured, task, measured.examples(task.train), measured.examples(task.held_out))
-    yield trial.plain()
-    state, row = trial.read()
-    yield row
-    yield trial.tuned("tuned state", None)
-    yield trial.tuned("tuned from the examples read", state)
-    yield trial.lora()
+    if "plain" in args.ways:
+        yield trial.plain()
+    if "tuned" in args.ways:
+        yield trial.tuned("tuned state", None)
+    if "read" in args.ways or "tuned-read" in args.ways:
+        state, row = trial.read()
+        yield row
+        if "tuned-read" in args.ways:
+            yield trial.tuned("tuned from the examples read", state)
+    if "lora" in args.ways:
+        yield trial.lora()
 
 
 def fresh(args: argparse.Namespace) -> Measured:
@@ -246,6 +252,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="as of nsm serve (default: the bundled model)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tasks", nargs="+", choices=sorted(SOURCES), default=sorted(SOURCES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="tuned-read begins at the examples read")
     parser.add_argument("--sizes", nargs=3, type=int, default=(500, 100, 500), metavar=("TRAIN", "HELD", "TEST"))
     parser.add_argument(
         "--read", nargs="+", type=int, default=[4, 16, 64, 256], help="examples; the best number is taken"
