@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 SILENT_S = 60.0  # as long as a step may hang: the next process has to load the model
-LOOK_S = 1.0  # between two looks; the child is to beat about as often
+SAMPLE_S = 1.0  # between two looks; the child is to beat about as often
 
 
 class Pulse:
@@ -36,13 +36,13 @@ async def falls_silent(
     silent_s, has_begun = 0.0, False
     try:
         while silent_s < limit_s:
-            await pause(LOOK_S)
+            await pause(SAMPLE_S)
             try:
                 if not os.read(fd, 4096):
                     return False
                 silent_s, has_begun = 0.0, True
             except BlockingIOError:
-                silent_s += LOOK_S if has_begun else 0.0
+                silent_s += SAMPLE_S if has_begun else 0.0
         return True
     finally:
         os.close(fd)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, KeyReused, NsmError
+from nsm_core.hashing import new_identity
 from service.deps import Services
 from service.generate.session_turn import retry_identity
 from service.live_input.pieces import Cutter, Piece
@@ -61,7 +61,7 @@ class LiveReading:
         self._version = expected_version
         self._turn_ids: dict[int, str] = {}  # of the two records
         self._done: Progress | None = None
-        self._hash = hashlib.sha256()
+        self._hash = new_identity()
         self._num_bytes = 0
         self._waiting: list[int] = []  # ids that are not committed
         self._num_own_commits = 0

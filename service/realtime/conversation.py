@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import time
 import uuid
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.errors import InvalidRequest, KeyReused, SessionBusy, VersionConflict
+from nsm_core.hashing import identity
 from service.deps import Arrival, Services
 from service.generate.session_turn import SessionAnswer, open_session_turn
 from service.named_states.create import border_text
@@ -78,7 +78,7 @@ class Conversation:
 
     async def instruct(self, text: str) -> None:
         """Raises InvalidRequest once other instructions, or none, were read."""
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = identity(text.encode())
         self.head = await self.services.store.get(self.key)
         if self.head.num_log_tokens and self.head.metadata.get(INSTRUCTIONS) != digest:
             raise InvalidRequest(

@@ -18,7 +18,7 @@ def test_without_options_the_defaults_of_the_config_hold() -> None:
 def test_every_field_can_be_set() -> None:
     argv = (
         "--data books --model model-dir --split test --max-documents 3 --max-tokens-per-document 4 --segment-len 5 "
-        "--batch-documents 6 --buckets 0 7 9 --device cpu --precision fp32 --prompt one --prompt two "
+        "--batch-documents 6 --executor native --buckets 0 7 9 --device cpu --precision fp32 --prompt one --prompt two "
         "--sample-tokens 8 --seed 9 --output out/report --suite loss,passkey --passkey-lengths 64 128 "
         "--passkey-depths 0.5 --passkey-examples 3 --stored-state-prefix 7 --stored-state-count 2 "
         "--split-tokens 11 --history-starts --history-spans 13 --history-repeats 300 400 "

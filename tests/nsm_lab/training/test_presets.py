@@ -11,7 +11,7 @@ import torch
 from nsm_core.model.nsm import NsmModel
 from nsm_lab.training.presets import PRESETS, size_of, table
 
-MODEL_PAGE = Path(__file__).parents[3] / "docs" / "model.md"
+MODEL_PAGE = Path(__file__).parents[3] / "benchmarks" / "notes" / "layers.md"
 OF_ONE_SIZE = (
     "base",
     "hybrid",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.lifecycle.pulse import LOOK_S, Pulse, falls_silent
+from service.lifecycle.pulse import SAMPLE_S, Pulse, falls_silent
 
 
 class Child:
@@ -16,11 +16,11 @@ class Child:
     def __init__(self, plan: list[int], *, ends: bool = False) -> None:
         self.reading_fd, self._fd = os.pipe()
         self._pulse, self._plan, self._ends = Pulse(self._fd), iter(plan), ends
-        self.num_looks = 0
+        self.num_samples = 0
 
     async def pause(self, seconds: float) -> None:
-        assert seconds == LOOK_S
-        self.num_looks += 1
+        assert seconds == SAMPLE_S
+        self.num_samples += 1
         beats = next(self._plan, None)
         if beats is None and self._ends:
             self.close()
@@ -44,8 +44,8 @@ def children() -> Iterator[list[Child]]:
 async def test_a_child_that_has_begun_is_silent_after_so_many_looks_in_a_row(children: list[Child]) -> None:
     child = Child([0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0])
     children.append(child)
-    assert await falls_silent(child.reading_fd, limit_s=3 * LOOK_S, pause=child.pause)
-    assert child.num_looks == 11
+    assert await falls_silent(child.reading_fd, limit_s=3 * SAMPLE_S, pause=child.pause)
+    assert child.num_samples == 11
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(child.reading_fd)
 
@@ -53,7 +53,7 @@ async def test_a_child_that_has_begun_is_silent_after_so_many_looks_in_a_row(chi
 async def test_a_child_that_ends_is_not_silent(children: list[Child]) -> None:
     child = Child([0, 1, 1], ends=True)
     children.append(child)
-    assert not await falls_silent(child.reading_fd, limit_s=2 * LOOK_S, pause=child.pause)
+    assert not await falls_silent(child.reading_fd, limit_s=2 * SAMPLE_S, pause=child.pause)
 
 
 def test_a_child_does_not_wait_for_a_supervisor_that_does_not_look(children: list[Child]) -> None:
