@@ -25,7 +25,7 @@ from service.backends.base import InferenceBackend
 from service.backends.process.backend import EngineIndex, ProcessBackend
 from service.backends.process.devices import DevicesBackend
 from service.lifecycle.hang_watch import HangWatch
-from service.lifecycle.pulse import LOOK_S, Pulse
+from service.lifecycle.pulse import SAMPLE_S, Pulse
 from service.lifecycle.start_report import StartReporter
 from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
@@ -108,7 +108,7 @@ def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReport
             while not ended.done() and backend.is_alive():
                 pulse.beat()
                 watch.read(backend.stats().heartbeat_age_s)
-                await asyncio.wait((ended,), timeout=LOOK_S)
+                await asyncio.wait((ended,), timeout=SAMPLE_S)
             await backend.stop()
             watch.close()
             await server.stop()
