@@ -70,11 +70,6 @@ def test_the_executor_of_an_rwkv7_model(
     assert executor.numerics.startswith(numerics)
 
 
-def test_the_executor_for_gpus_says_that_it_cannot_run_rwkv7(tiny_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="on a GPU it runs on the eager one"):
-        choose_executor(random_rwkv7(tiny_tokenizer), "cuda")
-
-
 def test_fp16_states_of_rwkv7_are_refused(tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="states in fp32 alone"):
         choose_executor(random_rwkv7(tiny_tokenizer), "native-fp16-states")

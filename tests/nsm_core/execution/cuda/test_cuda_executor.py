@@ -13,6 +13,7 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.cuda import options
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
+from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import as_loaded, random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
@@ -22,6 +23,12 @@ from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E4
 
 HAS_GPU = torch.cuda.is_available()
 FP32 = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
+
+
+@pytest.fixture(autouse=True)
+def _one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        sum_products_in_one_order(monkeypatch)
 
 
 def small_model() -> NsmModel:

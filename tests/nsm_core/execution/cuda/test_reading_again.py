@@ -11,6 +11,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, resume_from, run_one
+from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import random_model, small_config
 
 pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
@@ -18,6 +19,12 @@ from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 
 HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        sum_products_in_one_order(monkeypatch)
 
 
 def engine_of(tokenizer: Tokenizer, *, budget: int) -> Engine:

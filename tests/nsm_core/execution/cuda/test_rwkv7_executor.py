@@ -184,12 +184,12 @@ def test_products_of_several_matrices(rows: int) -> None:
         assert bool(other[:, start : start + number].isnan().all())
 
 
-def test_products_add_to_what_is_there_and_need_a_place() -> None:
+def test_products_add_to_what_is_there_and_need_a_tensor_for_outputs() -> None:
     weight, x, before = torch.randn(40, 64), torch.randn(3, 64, device=DEVICE), torch.randn(3, 40, device=DEVICE)
     products, out = pack_products([Part(weight=weight)], torch.float32, torch.device(DEVICE)), before.clone()
     run_products(products, x, out=out, is_added=True)
     torch.testing.assert_close(out, before + x @ weight.T.to(DEVICE), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="a place for their outputs"):
+    with pytest.raises(ValueError, match="products need out or inner"):
         run_products(products, x)
 
 

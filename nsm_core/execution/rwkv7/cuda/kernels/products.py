@@ -208,7 +208,7 @@ def run_products(
     """
     to = inner if out is None else out
     if to is None:
-        raise ValueError("products need a offset for their outputs")
+        raise ValueError("products need out or inner for their outputs")
     num_tokens, is_fp32 = len(x), products.weight.dtype == torch.float32
     columns = columns or tile_columns(products, num_tokens)
     per_line = LINE // products.weight.element_size()
