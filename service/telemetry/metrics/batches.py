@@ -16,6 +16,8 @@ class BatchMetrics:
             multiprocess_mode="livesum",
         )
         self._lines = Counter("nsm_batch_lines_total", "Lines of batches that ended.", ["outcome"], registry=registry)
+        for outcome in ("completed", "failed"):  # both are there from the start, as rates need
+            self._lines.labels(outcome)
         self._given_up = Counter(
             "nsm_batch_lines_given_up_total", "Lines that gave their slot to a live request.", registry=registry
         )
