@@ -9,20 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsm_core.errors import NotFound
+from service.lifecycle.ownership import Ownership
 from service.messages import quoted
 from service.stores.records.base import ABSENT, Record
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 WINDOW_S = {"24h": 86_400}
 KEEP_LINES_S = 7 * 86_400  # of results whose batch was never finished
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ownership:
-    """The process that runs a batch. `beat` rises while it is alive: clocks of two machines need not agree."""
-
-    owner: str
-    beat: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

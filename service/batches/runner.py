@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import time
-import uuid
 from collections.abc import AsyncIterator
 
 from nsm_core.errors import NotFound, NsmError
-from service.batches.batch import Batch, Ownership
+from service.batches.batch import Batch
 from service.batches.library import BatchLibrary
 from service.batches.pace import LinePace
-from service.batches.running import BatchRun, OwnershipLost
+from service.batches.running import BatchRun
 from service.deps import Services
+from service.lifecycle.ownership import Owner, OwnershipLost
 
 logger = logging.getLogger("nsm.batches")
 
 POLL_S = 1.0  # between two looks for batches
-BEATS_PER_TERM = 3  # two may be late before another process takes the batch
 MAX_RUNS = 4  # batches that one process runs at a time
 
 
@@ -31,10 +28,8 @@ class BatchRunner:
         self._services = services
         self._library = BatchLibrary(services.records)
         self._pace = LinePace(services.backend)
-        self._owner = uuid.uuid4().hex
-        self._term_s = services.settings.lease_s
+        self._owner = Owner(services.settings.lease_s)
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._seen: dict[str, tuple[Ownership, float]] = {}  # of others, and since when
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -69,29 +64,14 @@ class BatchRunner:
                 continue
             with contextlib.suppress(NotFound):
                 batch = await self._library.get(tenant, batch_id)
-                if self._is_free(batch):
+                if self._owner.is_free(batch):
                     await self._own(batch)
-
-    def _is_free(self, batch: Batch) -> bool:
-        """Nobody runs it, or nobody who has shown a sign of life for a while."""
-        if batch.ownership is None:
-            return True
-        ownership, since = self._seen.get(batch.id, (None, 0.0))
-        if ownership != batch.ownership:
-            self._seen[batch.id] = (batch.ownership, time.monotonic())
-            return False
-        return time.monotonic() - since > self._term_s
 
     async def _own(self, batch: Batch) -> None:
         before = batch.ownership
-
-        def take(current: Batch) -> Batch | None:
-            mine = Ownership(owner=self._owner, beat=0)
-            return dataclasses.replace(current, ownership=mine) if current.ownership == before else None
-
-        owned = await self._library.change(batch.tenant, batch.id, take)
-        self._seen.pop(batch.id, None)
-        if owned.ownership is not None and owned.ownership.owner == self._owner:
+        owned = await self._library.change(batch.tenant, batch.id, lambda current: self._owner.taken(current, before))
+        self._owner.forget(batch)
+        if self._owner.owns(owned):
             task = asyncio.create_task(self._run(owned))
             self._runs[batch.id] = task
 
@@ -101,8 +81,8 @@ class BatchRunner:
             library=self._library,
             pace=self._pace,
             batch=batch,
-            owner=self._owner,
-            beat_s=self._term_s / BEATS_PER_TERM,
+            owner=self._owner.name,
+            beat_s=self._owner.beat_s,
         )
         try:
             await run.run()
@@ -120,10 +100,5 @@ class BatchRunner:
 
     async def _let_go(self, batch: Batch) -> None:
         """So that the next process need not wait."""
-
-        def free(current: Batch) -> Batch | None:
-            is_mine = current.ownership is not None and current.ownership.owner == self._owner
-            return dataclasses.replace(current, ownership=None) if is_mine else None
-
         with contextlib.suppress(NsmError):
-            await self._library.change(batch.tenant, batch.id, free)
+            await self._library.change(batch.tenant, batch.id, self._owner.freed)

@@ -18,18 +18,15 @@ import orjson
 
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.hashing import identity_of
-from service.batches.batch import Batch, Ownership
+from service.batches.batch import Batch
 from service.batches.input_lines import InputErrors, InputLine, read_lines
 from service.batches.library import RESULTS_AT_ONCE, BatchLibrary
 from service.batches.pace import LinePace
 from service.batches.requests import LineRequest, expired_line, is_failed, key_of, num_requests_of, run_line
 from service.deps import Services
+from service.lifecycle.ownership import Ownership, OwnershipLost
 
 logger = logging.getLogger("nsm.batches")
-
-
-class OwnershipLost(Exception):
-    """Another process runs the batch now."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nsm_core.errors import NotFound
 from nsm_core.tuning.config import TuneConfig
-from service.batches.batch import Ownership
+from service.lifecycle.ownership import Ownership
 from service.messages import quoted
 from service.stores.records.base import ABSENT, Record
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from nsm_core.errors import NotFound, NsmError
-from service.batches.batch import Ownership
-from service.batches.running import OwnershipLost
 from service.deps import Services
+from service.lifecycle.ownership import Owner, OwnershipLost
 from service.owned_directory import owned_directory
 from service.settings import Settings
 from service.tuning.job import Job
@@ -27,7 +23,6 @@ from service.tuning.running import JobRun
 logger = logging.getLogger("nsm.tuning")
 
 POLL_S = 1.0  # between two looks for jobs
-BEATS_PER_TERM = 3  # two may be late before another process takes the job
 
 
 @contextlib.contextmanager
@@ -48,10 +43,8 @@ class JobRunner:
         self._services = services
         self._library = JobLibrary(services.records)
         self._directory = directory
-        self._owner = uuid.uuid4().hex
-        self._term_s = services.settings.lease_s
+        self._owner = Owner(services.settings.lease_s)
         self._runs: dict[str, tuple[JobRun, asyncio.Task[None]]] = {}
-        self._seen: dict[str, tuple[Ownership, float]] = {}  # of others, and since when
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -87,35 +80,20 @@ class JobRunner:
                 continue
             with contextlib.suppress(NotFound):
                 job = await self._library.get(tenant, job_id)
-                if self._is_free(job):
+                if self._owner.is_free(job):
                     await self._own(job)
-
-    def _is_free(self, job: Job) -> bool:
-        """Nobody runs it, or nobody who has shown a sign of life for a while."""
-        if job.ownership is None:
-            return True
-        ownership, since = self._seen.get(job.id, (None, 0.0))
-        if ownership != job.ownership:
-            self._seen[job.id] = (job.ownership, time.monotonic())
-            return False
-        return time.monotonic() - since > self._term_s
 
     async def _own(self, job: Job) -> None:
         before = job.ownership
-
-        def take(current: Job) -> Job | None:
-            mine = Ownership(owner=self._owner, beat=0)
-            return dataclasses.replace(current, ownership=mine) if current.ownership == before else None
-
-        owned = await self._library.change(job.tenant, job.id, take)
-        self._seen.pop(job.id, None)
-        if owned.ownership is not None and owned.ownership.owner == self._owner:
+        owned = await self._library.change(job.tenant, job.id, lambda current: self._owner.taken(current, before))
+        self._owner.forget(job)
+        if self._owner.owns(owned):
             run = JobRun(
                 services=self._services,
                 library=self._library,
                 job=owned,
-                owner=self._owner,
-                beat_s=min(POLL_S, self._term_s / BEATS_PER_TERM),
+                owner=self._owner.name,
+                beat_s=min(POLL_S, self._owner.beat_s),
                 directory=self._directory / job.id,
             )
             self._runs[job.id] = (run, asyncio.create_task(self._run(run)))
@@ -139,10 +117,5 @@ class JobRunner:
 
     async def _let_go(self, job: Job) -> None:
         """So that the next process need not wait."""
-
-        def free(current: Job) -> Job | None:
-            is_mine = current.ownership is not None and current.ownership.owner == self._owner
-            return dataclasses.replace(current, ownership=None) if is_mine else None
-
         with contextlib.suppress(NsmError):
-            await self._library.change(job.tenant, job.id, free)
+            await self._library.change(job.tenant, job.id, self._owner.freed)

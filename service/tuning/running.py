@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, QuotaExceeded, VersionConflict
-from service.batches.batch import Ownership
-from service.batches.running import OwnershipLost
 from service.deps import Services
+from service.lifecycle.ownership import Ownership, OwnershipLost
 from service.named_states.tuned import SOURCE, tuned_file
 from service.schemas.tuned_model import tuned_model_name
 from service.tuning.job import Job
