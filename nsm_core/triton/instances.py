@@ -64,20 +64,33 @@ class Instances:
         self.relays: set[Relay] = set()
         self._directory, self._accept = directory, accept
         self._server: asyncio.Server | None = None
+        self._served: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
         """Calls of the others are taken from now on."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         path = self._path(self.name)
         path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        self._server = await asyncio.start_unix_server(self._take, path)
 
-    async def stop(self) -> None:
+    def stop_listening(self) -> None:
+        """No new call is taken; those under way go on."""
         if self._server is not None:
             self._server.close()
             self._path(self.name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # others are still there
                 self._directory.rmdir()
+
+    async def close(self, timeout_s: float) -> None:
+        """Closes the connections: after their last answers, or at once if those are not read within `timeout_s`."""
+        for writer in self._served.values():
+            writer.close()
+        if self._served:
+            await asyncio.wait(self._served, timeout=timeout_s)
+        for writer in self._served.values():
+            writer.transport.abort()
+        if self._served:
+            await asyncio.wait(self._served)
 
     def names(self) -> tuple[str, ...]:
         """Of all instances, in rising order."""
@@ -102,7 +115,12 @@ class Instances:
             responder.close()
         finally:
             self.relays.discard(relay)
-            writer.close()
+            writer.transport.abort()  # nothing that was not sent is wanted any more
+
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._served[task] = writer
+        task.add_done_callback(self._served.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One call of another instance. Its end, or that of the connection, ends this."""

@@ -131,7 +131,7 @@ class Worker:
     @property
     def stop_limit_s(self) -> float:
         """Seconds that `begin_stop` takes at most, whatever hangs in the engine."""
-        return self._config.drain_s + 2 * ABORT_S
+        return self._config.drain_s + 3 * ABORT_S
 
     def stop(self) -> None:
         """Returns when that is done and the threads have ended."""
@@ -357,7 +357,7 @@ class Worker:
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_s
         if self._instances is not None:
-            await self._instances.stop()
+            self._instances.stop_listening()
         for link in self._links.values():
             link.drain()
         while self._tasks and time.monotonic() < deadline and self._engine.is_ready():
@@ -373,3 +373,5 @@ class Worker:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=ABORT_S)
+        if self._instances is not None:
+            await self._instances.close(ABORT_S)

@@ -53,6 +53,7 @@ def pair(tiny_tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Pair]:
         if worker.status().is_ready:
             worker.stop()
     assert not (tmp_path / "sockets").exists()
+    assert str(tmp_path) not in Path("/proc/net/unix").read_text()  # no connection was left open
 
 
 def error_of(responder: FakeResponder) -> Exception:

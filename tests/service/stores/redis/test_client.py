@@ -74,6 +74,7 @@ async def _read_command(reader: asyncio.StreamReader) -> list[bytes]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[SlowServer]:
+    gc.collect()  # what earlier tests left is not this test's
     async with SlowServer() as server:
         yield server
 
