@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nsm_core.engine.constraints import Constraints
 from nsm_core.engine.overlap import InFlightStep, next_inputs
-from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
@@ -104,9 +103,11 @@ class Runner:
         self.pool.lease(slot)
         self._constraints.open(slot, sequence)
         try:
-            start = self._start_of(sequence)
-            if start is not None:
-                self.pool.write(slot, start)
+            resume = sequence.request.resume
+            if sequence.shared_start is not None:
+                self.pool.write(slot, sequence.shared_start)
+            elif resume is not None and resume.held is None:
+                self.pool.unpack(slot, resume.state)
             elif sequence.held_start is not None:
                 sequence.held_start.copy_to(slot)
             else:
@@ -123,13 +124,6 @@ class Runner:
         if self._fresh:
             rows, self._fresh = sorted(self._fresh), set()
             self.pool.fill(rows, self._executor.initial)
-
-    def _start_of(self, sequence: RunningSequence) -> State | None:
-        """[1, *shape], to be copied; None: one that the engine holds, or the learned start."""
-        if sequence.shared_start is not None:
-            return sequence.shared_start
-        resume = sequence.request.resume
-        return None if resume is None or resume.held is not None else _unpacked_state(resume, self._executor)
 
     def close(self, slot: int) -> None:
         """Frees the slot."""
@@ -338,11 +332,6 @@ class Runner:
                 result.further[slot] = further
             if len(further) + 1 < length:
                 self._rollback.rollback(slot, sequences[slot])
-
-
-def _unpacked_state(resume: Resume, executor: Executor) -> State:
-    """The stored state on the pool's device, without waiting for its computations."""
-    return executor.pool.spec.unpack(resume.state, next(iter(executor.initial.values())).device)
 
 
 def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:

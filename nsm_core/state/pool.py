@@ -126,6 +126,18 @@ class StatePool:
         self.check_leased((row,))
         return self.spec.pack(self._storage, row)
 
+    def unpack(self, row: int, raw: bytes) -> None:
+        """The inverse of `pack`: `raw` becomes the content of the row, by one copy. A GPU's work is not waited for.
+
+        Raises SnapshotCorrupt when the length does not fit.
+        """
+        self.check_leased((row,))
+        device = next(iter(self._storage.values())).device
+        if device.type == "cpu":
+            self.spec.unpack_into(raw, self._storage, row)
+        else:
+            self.write(row, self.spec.unpack(raw, device))
+
     def give_back(self) -> None:
         """While no row is leased, the system may have the memory of all of them; leased ones take it again."""
         if not self._leased and not self._poison:

@@ -90,6 +90,17 @@ class StateSpec:
             state[spec.name] = torch.from_numpy(values.copy()).reshape(1, *spec.shape)
         return state
 
+    def unpack_into(self, raw: bytes, state: Mapping[str, Tensor], row: int) -> None:
+        """`unpack` into row `row` of a batched state on the CPU: one copy, where its dtypes are those of the spec."""
+        self._check_length(raw)
+        for spec, offset in self._offsets():
+            values = np.frombuffer(raw, _NUMPY_DTYPES[spec.dtype], count=math.prod(spec.shape), offset=offset)
+            values, target = values.reshape(spec.shape), state[spec.name][row]
+            if target.dtype == spec.dtype:
+                target.numpy()[...] = values
+            else:
+                target.copy_(torch.from_numpy(values.copy()))
+
     def _unpack_on_gpu(self, raw: bytes, device: torch.device) -> State:
         pinned = torch.empty(len(raw), dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[:] = np.frombuffer(raw, np.uint8)

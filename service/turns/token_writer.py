@@ -77,7 +77,7 @@ class TokenWriter:
     async def _is_time(self) -> bool:
         """Waits until there is a batch to write, or it is time to listen. False when it is all over."""
         if await happens(self._has_more, within_s=QUIET_S):
-            await happens(self._stopped, within_s=BATCH_S)
+            await happens(self._stopped, within_s=_until_write_s(asyncio.get_running_loop().time()))
         self._has_more.clear()
         return not self._stopped.is_set()
 
@@ -102,6 +102,11 @@ class TokenWriter:
         if not self._has_failed:
             logger.warning("the tokens of turn %s are not written down for now: %s", self.turn_id, error)
         self._has_failed = True
+
+
+def _until_write_s(now: float) -> float:
+    """BATCH_S, give or take a half: all turns write at the same moments, which a store may commit together."""
+    return BATCH_S - (now + BATCH_S / 2) % BATCH_S + BATCH_S / 2
 
 
 async def happens(event: asyncio.Event, *, within_s: float) -> bool:

@@ -190,21 +190,21 @@ class SqliteSessionStore:
             stored = StoredSession(head=head, snapshot=None, tail=tail) if is_known else checked(head, raw, tail)
             return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=is_known, record=record)
 
-        return await self.database.write(work)
+        return await self.database.write_short(work, is_synced=False)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         def work(connection: sqlite3.Connection) -> Lease:
             with transaction(connection):
                 return renewed(connection, lease, now=self._clock(), lease_s=lease_s)
 
-        return await self.database.write(work)
+        return await self.database.write_short(work, is_synced=True)
 
     async def release(self, lease: Lease) -> None:
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 free(connection, lease)
 
-        await self.database.write(work)
+        await self.database.write_short(work, is_synced=True)
 
     async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
         def work(connection: sqlite3.Connection, retention: Retention = commit.retention) -> SessionHead:
@@ -224,6 +224,8 @@ class SqliteSessionStore:
             keep = tuple(version for version in commit.retention.keep if version != head.snapshot_version)
             return work(connection, Retention(keep=keep))
 
+        if commit.snapshot is None:
+            return await self.database.write_short(work, is_synced=True)
         return await self.database.write(work, when_full=without_another_snapshot)
 
     async def put_snapshot(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:

@@ -44,7 +44,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, now)
                 return find_or_begin(connection, head, start, max_records=max_records, now=now)
 
-        return await self._database.write(work)
+        return await self._database.write_short(work, is_synced=False)
 
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
         def work(connection: sqlite3.Connection) -> bool:
@@ -52,7 +52,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 return _append(connection, head, turn_id, index, chunk)
 
-        return await self._database.write(work)
+        return await self._database.write_short(work, is_synced=False)
 
     async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
         def work(connection: sqlite3.Connection) -> None:
@@ -61,7 +61,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, now)
                 _end(connection, head, ended.turn_id, status, ended.result, now + ended.ttl_s)
 
-        await self._database.write(work)
+        await self._database.write_short(work, is_synced=True)
 
     async def forget_turn(self, lease: Lease, turn_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
@@ -69,7 +69,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 connection.execute(f"DELETE FROM turns WHERE {_ONE_TURN}", (*head.key, turn_id))
 
-        await self._database.write(work)
+        await self._database.write_short(work, is_synced=False)
 
     async def get_turn(
         self,

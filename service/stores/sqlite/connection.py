@@ -13,6 +13,9 @@ from typing import TypeVar
 from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
 from service.stores.sqlite.schema import MEMORY, connect, connect_memory, is_busy
 
+# How a transaction begins, is committed and taken back
+_WHOLE = ("BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",))
+_PART = ("SAVEPOINT part", "RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
@@ -29,9 +32,14 @@ class ConnectionThread:
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.call, work)
 
-    def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    def start(self, work: Callable[[], None]) -> None:
+        """`work` in the thread, after what was started before; it must not raise. Raises RuntimeError after `close`."""
+        self._executor.submit(work)
+
+    def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """`work`, in the thread, which is this one; SQLite's errors come out as ours."""
         try:
             if self._connection is None:
                 self._connection = self._connect()
@@ -73,6 +81,19 @@ def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk. So the
     stamp, which says what a restart must find, stays.
     """
+    with shared_transaction(connection, is_synced=connection.in_transaction):
+        yield
+
+
+@contextlib.contextmanager
+def shared_transaction(connection: sqlite3.Connection, *, is_synced: bool) -> Iterator[None]:
+    """The transactions inside are parts of one, which commits them all at its end: on the disk if `is_synced`. One that
+    raises is taken back alone, if its error is caught; errors of SQLite must not be.
+    """
+    if is_synced:
+        with _committed(connection):
+            yield
+        return
     connection.execute("PRAGMA synchronous = NORMAL")
     try:
         with _committed(connection):
@@ -83,13 +104,16 @@ def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _committed(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
+    """Within a transaction that is under way it is a part of that one."""
+    begin, commit, rollback = _PART if connection.in_transaction else _WHOLE
+    connection.execute(begin)
     try:
         yield
-        connection.execute("COMMIT")
+        connection.execute(commit)
     except BaseException:
         if connection.in_transaction:  # SQLite ends it by itself after some errors, a full disk among them
-            connection.execute("ROLLBACK")
+            for statement in rollback:
+                connection.execute(statement)
         raise
 
 

@@ -13,13 +13,14 @@ import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.stores.sessions.base import StoreRoom
 from service.stores.sqlite.ballast import Ballast
 from service.stores.sqlite.connection import ConnectionThread, Result, Work, file_thread, memory_thread
 from service.stores.sqlite.file_watch import FileWatch
+from service.stores.sqlite.group_commit import GroupCommit
 from service.stores.sqlite.process_lock import Processes, ProcessLock, SoleProcess
 from service.stores.sqlite.schema import create_file, migrate, page_bytes
 
@@ -48,6 +49,13 @@ class Database(Protocol):
 
     async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
         """`work`, which continues or deletes what exists; `when_full` runs in its place on a full disk."""
+        ...
+
+    async def write_short(self, work: Work[Result], *, is_synced: bool) -> Result:
+        """`work`, one small transaction that continues what exists, maybe within one of several; it may run twice.
+
+        `is_synced`: it is a `transaction`, not an `unsynced_transaction`.
+        """
         ...
 
     async def write_new(self, work: Work[Result]) -> Result:
@@ -85,6 +93,9 @@ class MemoryDatabase:
     async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
         return await _opened(self._thread).run(work)
 
+    async def write_short(self, work: Work[Result], *, is_synced: bool) -> Result:
+        return await _opened(self._thread).run(work)
+
     async def write_new(self, work: Work[Result]) -> Result:
         return await _opened(self._thread).run(work)
 
@@ -95,6 +106,7 @@ class _Parts:
     reader: ConnectionThread
     process_lock: ProcessLock
     watch: FileWatch
+    group: GroupCommit
 
 
 class FileDatabase:
@@ -118,7 +130,8 @@ class FileDatabase:
             process_lock = await asyncio.to_thread(ProcessLock, self._path)
         writer = file_thread("writer", self._path, busy_timeout_s=self._busy_timeout_s)
         reader = file_thread("reader", self._path, busy_timeout_s=self._busy_timeout_s)
-        self._parts = parts = _Parts(writer, reader, process_lock, FileWatch(self._path))
+        watch = FileWatch(self._path)
+        self._parts = parts = _Parts(writer, reader, process_lock, watch, self._group_commit(writer, watch))
         try:
             await self._prepare(parts)
         except NsmError:
@@ -134,6 +147,16 @@ class FileDatabase:
                 await thread.run(lambda connection: migrate(connection, self._path))
         finally:
             await thread.close()
+
+    def _group_commit(self, writer: ConnectionThread, watch: FileWatch) -> GroupCommit:
+        def begin(connection: sqlite3.Connection) -> bool:
+            watch.check_before_write(connection)
+            return self._ballast.make()
+
+        def alone(connection: sqlite3.Connection, work: Work[Any]) -> Any:
+            return _acknowledged(watch, connection, self._ballast.guard(work))
+
+        return GroupCommit(writer, alone=alone, begin=begin, acknowledge=watch.acknowledge)
 
     @contextlib.contextmanager
     def _creating(self) -> Iterator[None]:
@@ -193,19 +216,23 @@ class FileDatabase:
     async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
         return await self._write(self._ballast.guard(work, when_full=when_full))
 
+    async def write_short(self, work: Work[Result], *, is_synced: bool) -> Result:
+        return await _opened(self._parts).group.run(work, is_synced=is_synced)
+
     async def write_new(self, work: Work[Result]) -> Result:
         return await self._write(self._ballast.guard_new(work))
 
     async def _write(self, work: Work[Result]) -> Result:
         parts = _opened(self._parts)
+        return await parts.writer.run(lambda connection: _acknowledged(parts.watch, connection, work))
 
-        def acknowledged(connection: sqlite3.Connection) -> Result:
-            parts.watch.check_before_write(connection)
-            result = work(connection)
-            parts.watch.acknowledge(connection)
-            return result
 
-        return await parts.writer.run(acknowledged)
+def _acknowledged(watch: FileWatch, connection: sqlite3.Connection, work: Work[Result]) -> Result:
+    """`work` on files that were there before and are there after."""
+    watch.check_before_write(connection)
+    result = work(connection)
+    watch.acknowledge(connection)
+    return result
 
 
 def _opened(part: Part | None) -> Part:

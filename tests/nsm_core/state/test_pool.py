@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.pool import POISON_INT, StatePool
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 
@@ -77,6 +78,8 @@ def test_what_is_held_in_fewer_bits_is_rounded_once(rows: tuple[int, ...]) -> No
     assert packed == SPEC.pack(held)
     pool.write(rows[0], SPEC.unpack(packed))
     assert pool.pack(rows[0]) == packed
+    pool.unpack(rows[1], SPEC.pack(state))
+    assert pool.pack(rows[1]) == packed
 
 
 def test_pack_is_the_bytes_of_one_row() -> None:
@@ -85,6 +88,22 @@ def test_pack_is_the_bytes_of_one_row() -> None:
     assert pool.pack(1) == SPEC.pack(make_state(8))
     assert len(pool.pack(1)) == SPEC.num_bytes
     assert pool.num_bytes == 4 * SPEC.num_bytes
+
+
+def test_unpacked_bytes_are_the_content_of_one_row() -> None:
+    pool = make_pool(leased=(0, 1, 2))
+    pool.scatter((0, 1, 2), make_state(7, 8, 9))
+    pool.unpack(1, SPEC.pack(make_state(5)))
+    assert pool.gather((0, 1, 2))["slots"].unique().tolist() == [5, 7, 9]
+    assert pool.pack(1) == SPEC.pack(make_state(5))
+
+
+def test_bytes_of_another_length_and_rows_that_are_free_are_refused() -> None:
+    pool = make_pool(leased=(1,))
+    with pytest.raises(SnapshotCorrupt):
+        pool.unpack(1, SPEC.pack(make_state(5))[:-1])
+    with pytest.raises(RuntimeError, match="leased"):
+        pool.unpack(0, SPEC.pack(make_state(5)))
 
 
 @pytest.mark.parametrize("row", [-1, 4])

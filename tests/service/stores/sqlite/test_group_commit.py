@@ -1,0 +1,152 @@
+"""Short writes that wait at the same time share a transaction, and each is kept or not by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import NsmError, StoreReplaced, StoreUnavailable, VersionConflict
+from service.stores.sqlite.connection import transaction, unsynced_transaction
+from service.stores.sqlite.database import FileDatabase
+from service.stores.sqlite.group_commit import MAX_WRITES
+from tests.support.stored_sessions import opened
+
+FULL, NORMAL = 2, 1  # of PRAGMA synchronous
+Write = Callable[[sqlite3.Connection], Any]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> FileDatabase:
+    return FileDatabase(tmp_path / "sessions.db", max_bytes=None, busy_timeout_s=5.0)
+
+
+def put(name: str, *, is_synced: bool = True) -> Write:
+    """Adds a row, and returns how safe its commit will be."""
+
+    def work(connection: sqlite3.Connection) -> int:
+        with transaction(connection) if is_synced else unsynced_transaction(connection):
+            connection.execute("INSERT INTO expired_sessions VALUES ('a', ?, 0)", (name,))
+            (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
+        return int(synchronous)
+
+    return work
+
+
+def refused(name: str, error: Exception) -> Write:
+    """Adds a row and then raises."""
+
+    def work(connection: sqlite3.Connection) -> None:
+        with transaction(connection):
+            connection.execute("INSERT INTO expired_sessions VALUES ('a', ?, 0)", (name,))
+            raise error
+
+    return work
+
+
+async def names(database: FileDatabase) -> list[str]:
+    query = "SELECT session_id FROM expired_sessions ORDER BY session_id"
+    return await database.read(lambda connection: [name for (name,) in connection.execute(query)])
+
+
+async def at_once(database: FileDatabase, works: Sequence[Write], *, is_synced: bool = True) -> tuple[Any, list[str]]:
+    """Their results or errors, and the statements, when all of them come while the writer is busy."""
+    is_busy, may_go = threading.Event(), threading.Event()
+    statements: list[str] = []
+
+    def hold(connection: sqlite3.Connection) -> None:
+        is_busy.set()
+        may_go.wait()
+        connection.set_trace_callback(statements.append)
+
+    holding = asyncio.create_task(database.write(hold))
+    await asyncio.to_thread(is_busy.wait)
+    waiting = [asyncio.create_task(database.write_short(work, is_synced=is_synced)) for work in works]
+    await asyncio.sleep(0)  # each has taken its place
+    may_go.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    await holding
+    return results, statements
+
+
+async def test_writes_that_wait_together_share_one_commit(database: FileDatabase) -> None:
+    async with opened(database):
+        results, statements = await at_once(database, [put("one"), put("two"), put("three")])
+        assert (results, await names(database)) == ([FULL] * 3, ["one", "three", "two"])
+    assert (statements.count("BEGIN IMMEDIATE"), statements.count("COMMIT")) == (1, 1)
+
+
+async def test_a_write_that_comes_alone_has_a_transaction_of_its_own(database: FileDatabase) -> None:
+    async with opened(database):
+        results, statements = await at_once(database, [put("one")])
+        assert (results, await names(database)) == ([FULL], ["one"])
+    assert not any(statement.startswith("SAVEPOINT") for statement in statements)
+
+
+async def test_a_refused_write_is_taken_back_alone(database: FileDatabase) -> None:
+    async with opened(database):
+        works = [put("one"), refused("two", VersionConflict("another version")), put("three")]
+        (first, refusal, last), statements = await at_once(database, works)
+        assert (first, last, await names(database)) == (FULL, FULL, ["one", "three"])
+    assert isinstance(refusal, VersionConflict)
+    assert statements.count("COMMIT") == 1
+
+
+async def test_after_an_error_of_the_database_each_write_is_made_by_itself(database: FileDatabase) -> None:
+    async with opened(database):
+        works = [put("one"), refused("two", sqlite3.OperationalError("disk I/O error")), put("three")]
+        (first, failure, last), _ = await at_once(database, works)
+        assert (first, last, await names(database)) == (FULL, FULL, ["one", "three"])
+    assert isinstance(failure, StoreUnavailable)
+
+
+async def test_a_group_waits_for_the_disk_if_one_of_its_writes_does(database: FileDatabase) -> None:
+    async with opened(database):
+        weak = [put("one", is_synced=False), put("two", is_synced=False)]
+        results, _ = await at_once(database, weak, is_synced=False)
+        assert results == [NORMAL, NORMAL]
+        mixed = [put("three", is_synced=False), put("four")]
+        results, _ = await at_once(database, mixed)
+        assert results == [FULL, FULL]
+
+
+async def test_more_writes_than_fit_take_several_transactions(database: FileDatabase) -> None:
+    works = [put(f"{number:03}") for number in range(MAX_WRITES + 2)]
+    async with opened(database):
+        results, statements = await at_once(database, works)
+        assert (results, len(await names(database))) == ([FULL] * len(works), len(works))
+    assert statements.count("COMMIT") == 2
+
+
+async def test_a_write_whose_caller_was_cancelled_is_made(database: FileDatabase) -> None:
+    async with opened(database):
+        writing = asyncio.create_task(database.write_short(put("one"), is_synced=True))
+        await asyncio.sleep(0)
+        writing.cancel()
+        await database.write_short(put("two"), is_synced=True)
+        assert await names(database) == ["one", "two"]
+
+
+async def test_X5_none_of_a_group_is_acknowledged_when_the_files_were_replaced(
+    database: FileDatabase, tmp_path: Path
+) -> None:
+    def replace(connection: sqlite3.Connection) -> None:
+        put("one")(connection)
+        (tmp_path / "sessions.db").rename(tmp_path / "moved.db")
+
+    async with opened(database):
+        results, _ = await at_once(database, [replace, put("two")])
+        (tmp_path / "moved.db").rename(tmp_path / "sessions.db")
+    assert all(isinstance(result, StoreReplaced) for result in results)
+
+
+async def test_a_closed_database_refuses(database: FileDatabase) -> None:
+    async with opened(database):
+        pass
+    with pytest.raises(NsmError):
+        await database.write_short(put("one"), is_synced=True)
