@@ -1,10 +1,19 @@
-"""Memory of a server: what glibc gives back, and how often Python looks for garbage."""
+"""Memory of a server: what it gives back to the system, and how often Python looks for garbage."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
+SMAPS = Path("/proc/self/smaps")  # Linux: each mapping, and how much of it is in memory
+# A private one that cannot be written to
+MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) r-.p \S+ \S+ (?P<inode>\d+) ")
+MIN_CODE_BYTES = 256 * 1024
 M_ARENA_MAX = -8  # of malloc.h
 # Objects, more than those that went, after which Python looks through the young ones. Python's own 700 come with every
 # few requests, and nearly all of them go without it.
@@ -16,6 +25,31 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def give_back_code() -> None:
+    """Lets go of the pages of programs and libraries that are in memory (Linux): most of them only a start needs.
+
+    They stay in the system's cache of files, and what runs again comes back from there, some kilobytes at a time. Takes
+    ten milliseconds; any thread.
+    """
+    library = ctypes.CDLL(None)
+    with contextlib.suppress(OSError):
+        for start, stop in _code(SMAPS.read_text("utf-8", "replace")):
+            library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _code(smaps: str) -> Iterator[tuple[int, int]]:
+    """The mappings of files that nothing can write to and nothing has written to: a page that was is a copy of its own,
+    which the file does not have.
+    """
+    for mapping in re.split(r"^(?=[0-9a-f])", smaps, flags=re.MULTILINE)[1:]:
+        found = MAPPING.match(mapping)
+        if found is None or found["inode"] == "0":
+            continue
+        sizes = dict(re.findall(r"^(Rss|Anonymous): +(\d+) kB", mapping, re.MULTILINE))
+        if sizes.get("Anonymous") == "0" and int(sizes["Rss"]) * 1024 >= MIN_CODE_BYTES:
+            yield int(found["start"], 16), int(found["stop"], 16)
 
 
 def limit_arenas(number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nsm_core.heap import trim_heap
+from nsm_core.heap import give_back_code, trim_heap
 from nsm_core.state.pool import StatePool
 
 # Without a request for so long it is idle: the first request after that takes some milliseconds longer.
@@ -13,12 +13,14 @@ AFTER_S = 10.0
 
 
 class Rest:
-    """Gives the memory of rows and of the heap back, once in each time without requests. On the engine's thread."""
+    """Gives the memory of rows and of the heap back, once in each time without requests; the first time also the code
+    of libraries that only the start has run. On the engine's thread.
+    """
 
     def __init__(self, pool: StatePool, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool, self._clock = pool, clock
         self._since: float | None = None
-        self._has_rested = True  # nothing was used yet
+        self._has_rested, self._has_code = False, True
 
     def used(self) -> None:
         """A request has come."""
@@ -35,3 +37,6 @@ class Rest:
             self._has_rested = True
             self._pool.give_back()
             trim_heap()
+            if self._has_code:
+                self._has_code = False
+                give_back_code()

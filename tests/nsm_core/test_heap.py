@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +69,41 @@ def test_after_the_start_nothing_old_is_looked_through() -> None:
     frozen, young, threshold = map(int, done.stdout.split())
     assert frozen > 1000
     assert young < 1000 < threshold
+
+
+GIVE_BACK = """
+import ctypes, mmap, pathlib, sys
+from nsm_core.heap import SMAPS, give_back_code
+
+if not SMAPS.exists():
+    sys.exit("no smaps")
+path, size = pathlib.Path(sys.argv[1]), 1 << 20
+path.write_bytes(b"1" * size)
+file = path.open("rb")
+clean = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+written = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+assert clean[:] == b"1" * size
+written[:] = b"2" * size
+address = ctypes.addressof(ctypes.c_char.from_buffer(written))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.PROT_READ) == 0
+
+def resident():
+    text = SMAPS.read_text("utf-8", "replace")
+    return [int(part.split("Rss:")[1].split()[0]) for part in text.split(str(path))[1:]]
+
+before = resident()
+give_back_code()
+print(before, resident())
+assert clean[:] == b"1" * size and bytes(written[:]) == b"2" * size
+"""
+
+
+def test_only_what_the_files_have_is_let_go(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GIVE_BACK, str(tmp_path / "library")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "no smaps" in done.stderr:
+        pytest.skip("this system does not tell of its mappings")
+    assert done.returncode == 0, done.stderr
+    before, after = map(json.loads, done.stdout.replace("] [", "]\n[").splitlines())
+    assert sorted(before) == [1024, 1024]
+    assert sorted(after) == [0, 1024]
