@@ -28,6 +28,9 @@ def info(
     from service.settings import load_settings
 
     settings = load_settings(model=model, device=device, data_dir=data_dir, store=store)
+    from nsm_core.torch_import import import_torch
+
+    import_torch()  # before what imports all of it
     from nsm_core.architectures import outline_model
     from service.cli.local_model import with_local_model
 
