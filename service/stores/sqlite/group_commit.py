@@ -83,7 +83,7 @@ class GroupCommit:
         while writes := [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_WRITES))]:
             outcomes = self._outcomes(writes)
             with contextlib.suppress(RuntimeError):  # the loop was closed before: nobody waits
-                loop.call_soon_threadsafe(_tell, writes, outcomes)
+                loop.call_soon_threadsafe(_set_outcomes, writes, outcomes)
 
     def _outcomes(self, writes: Sequence[_Write]) -> Sequence[_Outcome]:
         outcomes: list[_Outcome] | None = None
@@ -119,6 +119,6 @@ def _outcome(work: Callable[[], Any], *, raised: type[Exception] | tuple[()] = (
         return _Outcome(error=error)
 
 
-def _tell(writes: Sequence[_Write], outcomes: Sequence[_Outcome]) -> None:
+def _set_outcomes(writes: Sequence[_Write], outcomes: Sequence[_Outcome]) -> None:
     for write, outcome in zip(writes, outcomes, strict=True):
         write.end(outcome)
