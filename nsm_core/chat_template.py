@@ -58,6 +58,15 @@ class ChatTemplate:
         answered = [ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)]
         return self.render([*answered, *messages]).partition(_ANSWER)[2]
 
+    def render_after_thought(self, answer: str, *messages: ChatMessage) -> str | None:
+        """What follows on a prompt, less its `opening`, where its answer's thought is forgotten: `answer` without it,
+        and `messages`. None where the template puts something else in the place of that prompt.
+        """
+        question = ChatMessage("user", _QUESTION)
+        begun = self.render([question]).removesuffix(self.opening)
+        later = self.render([question, ChatMessage("assistant", answer), *messages])
+        return later.removeprefix(begun) if later.startswith(begun) else None
+
     @property
     def separator(self) -> str:
         """What stands between a chat's message and the next one; "" where a chat's first message looks different."""

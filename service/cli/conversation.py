@@ -19,7 +19,8 @@ from service.messages import quoted
 from service.schemas.sessions import GENERATED_PREFIX, SESSION_ID, new_session_id
 from service.server import make_backend
 from service.settings import Settings
-from service.state.chat_text import text_after
+from service.state.chat_text import ChatText, turn_text_after
+from service.state.message_border import opening_of_turn
 from service.state.other_model import shown_model
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead
@@ -114,15 +115,15 @@ class Conversation:
     def _first(self, message: str) -> str:
         return self._template.render([ChatMessage("user", message)])
 
-    async def _next(self, head: SessionHead, message: str) -> str:
+    async def _next(self, head: SessionHead, message: str) -> ChatText:
+        tokenizer, template = self._backend.tokenizer, self._template
         messages = [ChatMessage("user", message)]
-        text, _ = await text_after(self._store, head, self._backend.tokenizer, self._template, messages)
-        return text
+        return await turn_text_after(self._store, head, tokenizer, template, messages, answering=template)
 
     async def _open_turn(self, message: str) -> Turn:
         head = await self._newest_head()
-        text = self._first(message) if head is None else await self._next(head, message)
-        input_ids = tuple(await self._prompts.encode(text, param="the message"))
+        chat = ChatText(text=self._first(message)) if head is None else await self._next(head, message)
+        input_ids = tuple(await self._prompts.encode(chat.text, param="the message"))
         head = head or await self._create()
         request = TurnRequest(
             request_id=uuid.uuid4().hex,
@@ -133,6 +134,8 @@ class Conversation:
             has_own_seed=self._has_own_seed,
             arrival=time.monotonic(),
             expected_version=head.version,
+            after=chat.after,
+            num_opening=opening_of_turn(self._backend.tokenizer, self._template, input_ids),
         )
         return await self._turns.open_turn(request)
 

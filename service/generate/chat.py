@@ -10,6 +10,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.engine.request import Finished
+from nsm_core.thoughts import ThoughtReader
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
 from service.generate.chat_calls import CallingChoice, ReadChoice
@@ -18,10 +19,10 @@ from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
-from service.generate.thoughts import ThoughtReader
 from service.prompts import Prompt
 from service.schemas.chat import ChatBody, core_messages
 from service.schemas.common import RequestSpec
+from service.state.message_border import num_opening
 from service.stores.prefixes.resume import Start
 from service.web.sse import DirectText, TextFrame, WriteNow, frame
 
@@ -228,15 +229,8 @@ async def _start(
         max_tokens=spec.max_tokens,
         next_text=lambda answer: _next_text(template, body, answer),
         is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
-        num_opening=_num_opening(services.backend.tokenizer, template, prompt.ids),
+        num_opening=num_opening(services.backend.tokenizer, template, prompt.ids),
     )
-
-
-def _num_opening(tokenizer: Tokenizer, template: ChatTemplate, ids: Sequence[int]) -> int:
-    """How many ids at the end of a prompt hold what no later prompt of the chat has there."""
-    opening = template.opening
-    sizes = range(len(opening) + 1)  # a token has a character or more, but for the end of another one
-    return next((size for size in sizes if tokenizer.decode(ids[len(ids) - size :]).endswith(opening)), 0)
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:

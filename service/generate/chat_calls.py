@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from nsm_core.thoughts import Part, ThoughtReader
 from nsm_core.tool_form import ToolFormName
-from service.generate.thoughts import Part, ThoughtReader
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, Piece, TextPiece, ToolCallReader
 
 

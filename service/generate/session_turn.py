@@ -8,6 +8,7 @@ its own: n + 1 is text that the end released, n + 2 the finish reason, n + 3 the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import time
 import uuid
@@ -25,8 +26,10 @@ from service.generate.openai_format import Envelope, usage
 from service.generate.structured import with_grammar
 from service.schemas.chat import core_messages
 from service.schemas.sessions import SESSION_ID, GenerateBody
-from service.state.chat_text import text_after
+from service.state.chat_text import turn_text_after
+from service.state.message_border import opening_of_turn
 from service.state.resume import TurnRequest
+from service.stores.sessions.base import LogPoint
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import digest_of
 from service.turns.follower import stream_not_found
@@ -169,15 +172,17 @@ async def open_session_turn(
     identity = retry_identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
-    input_ids, version = await _read_input(services, key, body)
+    read = await _read_input(services, key, body)
     request = TurnRequest(
         request_id=f"cmpl-{uuid.uuid4().hex}-{key.session_id}",
         key=key,
-        input_ids=input_ids,
+        input_ids=read.ids,
         is_verbatim=isinstance(body.input, list),
+        after=read.after,
+        num_opening=read.num_opening,
         sampling=spec.sampling,
         has_own_seed=body.seed is not None,
-        expected_version=version,
+        expected_version=read.version,
         arrival=arrival.time,
         deadline=arrival.time + spec.timeout_s,
         identity=identity,
@@ -239,20 +244,33 @@ def retry_identity(key: str | None, expected_version: int | None, digest: str) -
     return None if expected_version is None else f"version:{expected_version}:{digest}"
 
 
-async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -> tuple[tuple[int, ...], int | None]:
-    """The ids to read, and the version at which they may be read (None: at any).
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What a turn reads. `version`: at which it may be read (None: at any); the rest: see TurnRequest."""
 
-    Whether nothing at all may be read is known only with the session: an empty input passes here.
-    """
+    ids: tuple[int, ...]
+    version: int | None
+    after: LogPoint | None = None
+    num_opening: int | None = None
+
+
+async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -> _Read:
+    """Whether nothing at all may be read is known only with the session: an empty input passes here."""
     version = body.expected_version
-    if body.messages is not None:
-        head = await services.store.get(key)
-        template = body.template_of_answer(services.chat_template)
-        messages = core_messages(body.messages, template)
-        text, is_bound = await text_after(services.store, head, services.backend.tokenizer, template, messages)
-        ids = tuple(await services.prompts.encode(text, param="messages"))
-        return ids, head.version if is_bound and version is None else version
-    return await read_input(services, body.input), version
+    if body.messages is None:
+        return _Read(ids=await read_input(services, body.input), version=version)
+    head = await services.store.get(key)
+    tokenizer, template = services.backend.tokenizer, services.chat_template
+    answering = body.template_of_answer(template)
+    messages = core_messages(body.messages, answering)
+    chat = await turn_text_after(services.store, head, tokenizer, template, messages, answering=answering)
+    ids = tuple(await services.prompts.encode(chat.text, param="messages"))
+    return _Read(
+        ids=ids,
+        version=head.version if chat.is_bound and version is None else version,
+        after=chat.after,
+        num_opening=opening_of_turn(tokenizer, answering, ids),
+    )
 
 
 async def read_input(services: Services, given: str | list[int]) -> tuple[int, ...]:

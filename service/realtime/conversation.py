@@ -127,8 +127,8 @@ class Conversation:
         if head.num_log_tokens == 0:
             text = border_text(template, messages)
         else:
-            text, _ = await text_after(services.store, head, services.backend.tokenizer, template, messages)
-            text = text.removesuffix(_opening(template))
+            chat = await text_after(services.store, head, services.backend.tokenizer, template, messages)
+            text = chat.text.removesuffix(_opening(template))
         try:
             done = await append_to_session(
                 services.turns,

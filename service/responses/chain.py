@@ -16,6 +16,8 @@ from nsm_core.chat_template import ChatTemplate
 from service.deps import TenantScope
 from service.named_states.start_state import StartState
 from service.schemas.items import Item, messages_of
+from service.state.message_border import MessageBorder, opening_of_turn
+from service.stores.sessions.base import LogPoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +35,15 @@ class Chain:
 
     `end`: the end of the newest turn. Its log holds `num_instruction_tokens` of `instructions` after the token that
     starts a text. `plain`: the newest position whose log is the start of the chain, without any instructions; None when
-    there is none, and when `end` is one itself.
+    there is none, and when `end` is one itself. `border`: where its answer began with a thought, which the next turn
+    does not stand on.
     """
 
     end: LogPosition
     instructions: str | None = None
     num_instruction_tokens: int = 0
     plain: LogPosition | None = None
+    border: MessageBorder | None = None
 
     @property
     def session_ids(self) -> set[str]:
@@ -47,8 +51,16 @@ class Chain:
         return {position.session_id for position in (self.end, self.plain) if position is not None}
 
     @property
+    def next_start(self) -> LogPosition:
+        """What the next turn stands on."""
+        if self.border is None:
+            return self.end
+        point = self.border.point
+        return LogPosition(session_id=self.end.session_id, version=point.version, num_log_tokens=point.num_log_tokens)
+
+    @property
     def plain_end(self) -> LogPosition | None:
-        return self.end if self.instructions is None else self.plain
+        return self.next_start if self.instructions is None else self.plain
 
     def to_document(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -58,22 +70,37 @@ class Chain:
         positions = {
             name: None if document[name] is None else LogPosition(**document[name]) for name in ("end", "plain")
         }
-        return cls(**{**document, **positions})
+        border = document.get("border")
+        return cls(**{**document, **positions, "border": None if border is None else _border_of(border)})
+
+
+def _border_of(document: Mapping[str, Any]) -> MessageBorder:
+    return MessageBorder(**{**document, "point": LogPoint(**document["point"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
     """A turn on the session at `start` (None: on a new one, from `state` if there is one) that reads `input_ids`.
 
-    The rest is of the chain after it.
+    `after`, `num_opening`: see TurnRequest. The rest is of the chain after it.
     """
 
     start: LogPosition | None
     input_ids: tuple[int, ...]
+    after: LogPoint | None = None
+    num_opening: int | None = None
     instructions: str | None = None
     num_instruction_tokens: int = 0
     plain: LogPosition | None = None
     state: StartState | None = None
+
+    @property
+    def stands_on(self) -> LogPosition | None:
+        """What the turn's log begins with; None on a new session."""
+        if self.start is None or self.after is None:
+            return self.start
+        after = self.after
+        return dataclasses.replace(self.start, version=after.version, num_log_tokens=after.num_log_tokens)
 
     def chain_to(self, end: LogPosition) -> Chain:
         """The chain when this turn ended at `end`."""
@@ -97,11 +124,27 @@ async def plan_turn(
 
     Raises NotFound or InvalidRequest.
     """
+    if base is not None and base.border is not None and _text_after(base.border, template, items) is None:
+        base = dataclasses.replace(base, border=None)  # the template needs the thought
+    plan = await _plan(scope, base, template, instructions=instructions, items=items)
+    num_opening = opening_of_turn(scope.services.backend.tokenizer, template, plan.input_ids)
+    return dataclasses.replace(plan, num_opening=num_opening)
+
+
+async def _plan(
+    scope: TenantScope,
+    base: Chain | None,
+    template: ChatTemplate,
+    *,
+    instructions: str | None,
+    items: Sequence[Item],
+) -> TurnPlan:
     encoder = scope.services.prompts
     text_ids = await encoder.encode(_text(template, base, items), param="input")
     if base is not None and base.instructions == instructions:
         return TurnPlan(
             start=base.end,
+            after=None if base.border is None else base.border.point,
             input_ids=tuple(text_ids),
             instructions=instructions,
             num_instruction_tokens=base.num_instruction_tokens,
@@ -129,11 +172,18 @@ async def plan_first_turn(
     messages = messages_of(items, template.tool_form)
     text = template.render_next(*messages) if state.ends_with_answer else template.render(messages)
     ids = await scope.services.prompts.encode(text, param="input")
-    return TurnPlan(start=None, input_ids=tuple(ids), state=state)
+    num_opening = opening_of_turn(scope.services.backend.tokenizer, template, ids)
+    return TurnPlan(start=None, input_ids=tuple(ids), state=state, num_opening=num_opening)
+
+
+def _text_after(border: MessageBorder, template: ChatTemplate, items: Sequence[Item]) -> str | None:
+    return border.render_next(template, messages_of(items, template.tool_form))
 
 
 def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:
     messages = messages_of(items, template.tool_form)
+    if base is not None and base.border is not None:
+        return _text_after(base.border, template, items) or ""
     return template.render(messages) if base is None else template.render_next(*messages)
 
 
@@ -142,5 +192,5 @@ async def _chain_ids(scope: TenantScope, base: Chain | None) -> tuple[int, ...]:
     if base is None:
         return (scope.services.backend.tokenizer.end_of_text_id,)
     key = scope.session_key(base.end.session_id)
-    log_ids = await scope.services.store.read_log(key, stop=base.end.num_log_tokens)
+    log_ids = await scope.services.store.read_log(key, stop=base.next_start.num_log_tokens)
     return (log_ids[0], *log_ids[1 + base.num_instruction_tokens :])

@@ -255,6 +255,7 @@ async def count_input_tokens(scope: TenantScope, body: ContextFields) -> int:
         plan = await make_plan(scope, body, context, body.items())
     except NotFound as error:
         raise _gone(body, error) from error
-    num_before = 0 if plan.start is None else plan.start.num_log_tokens
+    stands_on = plan.stands_on
+    num_before = 0 if stands_on is None else stands_on.num_log_tokens
     num_in_state = 0 if plan.state is None else len(plan.state.file.log_ids)
     return num_before + num_in_state + len(plan.input_ids)

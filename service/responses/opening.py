@@ -76,9 +76,10 @@ class Opening:
             await self.scope.services.turns.delete(self.scope.session_key(position.session_id))
 
     async def _new_session(self, plan: TurnPlan) -> LogPosition:
-        if plan.start is None:
+        stands_on = plan.stands_on
+        if stands_on is None:
             return await create_session(self.scope, plan.state)
-        return await fork_at(self.scope, plan.start, deadline=self.deadline)
+        return await fork_at(self.scope, stands_on, deadline=self.deadline)
 
     async def _open(self, response_id: str, plan: TurnPlan, position: LogPosition) -> Turn:
         return await self.scope.services.turns.open_turn(self.turn_request(response_id, plan, position))
@@ -98,6 +99,8 @@ class Opening:
             arrival=self.arrival,
             deadline=self.deadline,
             is_resumable=self.is_resumable,
+            after=plan.after if position == plan.start else None,
+            num_opening=plan.num_opening,
         )
 
 

@@ -16,6 +16,8 @@ from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response, status_of
 from service.responses.records import StoredResponse, load_response, put_response
 from service.responses.stream import output_of
+from service.state.message_border import find_border
+from service.stores.sessions.base import LogPoint
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.lease import NO_CHUNKS
 from service.turns.turn import HandedOver, Turn, TurnEvent, TurnOutcome
@@ -94,7 +96,7 @@ async def save_result(
 
     `error`: why the turn's own end is not known.
     """
-    ended = _ended(stored, text, error)
+    ended = await _with_border(scope, _ended(stored, text, error), text)
     try:
         ended = await put_response(scope, ended)
     except VersionConflict:  # somebody else stored the same end, or it was deleted
@@ -108,6 +110,25 @@ async def save_result(
     except NsmError as store_error:
         logger.warning("response %s was not added to its conversation: %s", stored.id, store_error)
     return ended
+
+
+async def _with_border(scope: TenantScope, ended: StoredResponse, text: ResponseText) -> StoredResponse:
+    """The response with the place before its answer, if that began with a thought."""
+    if ended.reasoning == "none" or text.end is None or text.end.error is not None:
+        return ended
+    end, services = ended.chain.end, scope.services
+    try:
+        border = await find_border(
+            services.store,
+            scope.session_key(end.session_id),
+            LogPoint(end.version, end.num_log_tokens),
+            services.backend.tokenizer,
+            services.chat_template,
+        )
+    except NsmError as error:  # the next turn then stands on the thought too
+        logger.warning("where the thought of response %s begins is not known: %s", ended.id, error)
+        return ended
+    return dataclasses.replace(ended, chain=dataclasses.replace(ended.chain, border=border))
 
 
 def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -> StoredResponse:

@@ -13,8 +13,8 @@ from typing import Any
 
 from nsm_core.chat_template import Reasoning
 from nsm_core.hashing import identity_of
+from nsm_core.thoughts import ThoughtReader
 from nsm_core.tool_form import ToolFormName
-from service.generate.thoughts import ThoughtReader
 from service.generate.tool_stream import ArgumentsPiece, CallBegun, CallEnded, Piece, TextPiece, ToolCallReader
 from service.responses.format import LAST_EVENTS, Event, Response
 from service.schemas.items import Item, output_item, output_text

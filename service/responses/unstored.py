@@ -9,9 +9,9 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.quantize import StateFormat
 from service.generate.choices import RequestGroup
 from service.generate.starting import ReturnedState, ids_of
-from service.responses.chain import LogPosition, TurnPlan
+from service.responses.chain import TurnPlan
 from service.responses.opening import Opening
-from service.state.resume import ResumedSession, resume, resume_known
+from service.state.resume import ResumedSession, resume, resume_after, resume_known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ async def _ask(opening: Opening, plan: TurnPlan, response_id: str, *, has_end: b
         return _Asked(request=request, before_ids=ids_of(plan.state))
     if plan.start is None:
         return _Asked(request=fresh)
-    start, key = await _start(opening, plan.start), opening.scope.session_key(plan.start.session_id)
+    start, key = await _start(opening, plan), opening.scope.session_key(plan.start.session_id)
     if start is None:
-        log_ids = await opening.scope.services.store.read_log(key, stop=plan.start.num_log_tokens)
+        log_ids = await opening.scope.services.store.read_log(key, stop=(plan.stands_on or plan.start).num_log_tokens)
         return _Asked(request=dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids)))
     request = start.generation_request(opening.turn_request(response_id, plan, plan.start))
     request = dataclasses.replace(request, keep_state=has_end)
@@ -83,16 +83,24 @@ async def _ask(opening: Opening, plan: TurnPlan, response_id: str, *, has_end: b
     return _Asked(request=request, before_ids=log_ids, rounding=start.rounding)
 
 
-async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:
-    """The state at `position`; None when the session has none that can be used, and its log is to be read."""
+async def _start(opening: Opening, plan: TurnPlan) -> ResumedSession | None:
+    """The state that the turn stands on; None when the session has none that can be used, and its log is to be read."""
+    if plan.start is None:
+        return None
+    position = plan.start
     services, key = opening.scope.services, opening.scope.session_key(position.session_id)
     backend, hot = services.backend, await services.turns.keeper.find(key)
     if hot is not None:
         head = await services.store.get(key)
-        if hot.known == (head.created_at, head.version) and head.version == position.version:
+        is_newest = hot.known == (head.created_at, head.version) and head.version == position.version
+        if is_newest and plan.after is not None and hot.border is not None:
+            return resume_after(head, hot.border, model=backend.model, tokenizer=backend.tokenizer)
+        if is_newest and plan.after is None:
             snapshot = await services.turns.keeper.bytes_of(hot.snapshot)  # which may go on in any engine
             if snapshot is not None:
                 return resume_known(head, snapshot, model=backend.model, tokenizer=backend.tokenizer)
+    if plan.after is not None:
+        return None
     stored = await services.store.load(key)
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, ResumedSession) and stored.head.version == position.version

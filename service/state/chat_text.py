@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.tokenizer import Tokenizer
-from service.stores.sessions.base import SessionHead, SessionStore
+from service.state.message_border import find_border
+from service.stores.sessions.base import LogPoint, SessionHead, SessionStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChatText:
+    """`is_bound`: it is right at that head only, not after another client's turn. `after`: see TurnRequest."""
+
+    text: str
+    is_bound: bool = True
+    after: LogPoint | None = None
 
 
 async def text_after(
@@ -15,14 +26,34 @@ async def text_after(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     messages: Sequence[ChatMessage],
-) -> tuple[str, bool]:
-    """The text, and whether it is right at `head` only: not after another client's turn. Raises InvalidRequest."""
+) -> ChatText:
+    """For a session at `head`. Raises InvalidRequest."""
     if head.num_log_tokens == 0:
-        return template.render(messages), True
+        return ChatText(text=template.render(messages))
     text, separator = template.render_next(*messages), template.separator
     if separator and await _has_read(store, head, tokenizer, separator.encode()):
-        return text.removeprefix(separator), True
-    return text, False
+        return ChatText(text=text.removeprefix(separator))
+    return ChatText(text=text, is_bound=False)
+
+
+async def turn_text_after(
+    store: SessionStore,
+    head: SessionHead,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    *,
+    answering: ChatTemplate,
+) -> ChatText:
+    """The same for a turn, which may go on from before the last answer's thought. `answering`: `template`, or it
+    without thoughts, for the answer that comes. Raises InvalidRequest.
+    """
+    end = LogPoint(head.version, head.num_log_tokens)
+    border = await find_border(store, head.key, end, tokenizer, template)
+    text = None if border is None else border.render_next(answering, messages)
+    if border is None or text is None:
+        return await text_after(store, head, tokenizer, answering, messages)
+    return ChatText(text=text, after=border.point)
 
 
 async def _has_read(store: SessionStore, head: SessionHead, tokenizer: Tokenizer, end: bytes) -> bool:

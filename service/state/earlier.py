@@ -14,8 +14,8 @@ from service.state.at_position import read_up_to, with_newest
 from service.state.copies import SessionCopy
 from service.state.log_location import marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
-from service.state.resume import ResumedSession, resume
-from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
+from service.state.resume import ResumedSession, head_at, resume
+from service.stores.sessions.base import LogMark, LogPoint, LogTail, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import not_found
 
 
@@ -107,3 +107,24 @@ async def _state_after(
         deadline=deadline,
     )
     return reading.end(pending=log_ids[-1] if num_fed < len(log_ids) else None), reading.rounding
+
+
+async def stored_at(store: SessionStore, stored: StoredSession, point: LogPoint) -> StoredSession:
+    """`stored` as if the log ended at the end of an earlier version, with the snapshot that it has before that. Raises
+    NotFound when the log does not have that end any more.
+    """
+    head = stored.head
+    marks = await store.log_marks(head.key)
+    if point not in [LogPoint(mark.version, mark.num_log_tokens) for mark in marks]:
+        raise not_found(head.session_id)
+    at = head_at(head, point)
+    start = at.snapshot_position
+    left = tuple(mark for mark in marks if at.snapshot_version < mark.version <= point.version)
+    ids = (await store.read_log(head.key, stop=point.num_log_tokens))[start:]
+    is_there = at.snapshot_version == head.snapshot_version
+    return StoredSession(
+        head=at,
+        snapshot=stored.snapshot if is_there else None,
+        damage=stored.damage if is_there else None,
+        tail=LogTail(ids, left),
+    )

@@ -18,13 +18,15 @@ class HotState:
     """The state of a session's newest version, as far as this process knows.
 
     `head`: after that version's commit, with the newest stored snapshot. `used_at`: a `time.monotonic()` reading.
-    `is_unused_fork`: of a fork that has had no turn.
+    `is_unused_fork`: of a fork that has had no turn. `border`: the state before the newest turn's answer, where that
+    began with a thought: the next message goes on from there.
     """
 
     head: SessionHead
     snapshot: Snapshot
     used_at: float
     is_unused_fork: bool = False
+    border: Snapshot | None = None
 
     @property
     def known(self) -> KnownVersion:
@@ -32,13 +34,19 @@ class HotState:
 
     @property
     def num_unsaved(self) -> int:
-        """Tokens that another process would have to read again."""
-        return self.head.position - self.head.snapshot_position
+        """Tokens that another process would have to read again, less an answer that began with a thought."""
+        return self.to_store.header.position - self.head.snapshot_position
+
+    @property
+    def to_store(self) -> Snapshot:
+        """The state that another process starts from."""
+        return self.border or self.snapshot
 
     @property
     def num_bytes(self) -> int:
         """Also where the engine holds the state: what it holds for this process is bounded here."""
-        return self.snapshot.header.state_bytes + ENTRY_BYTES
+        border_bytes = 0 if self.border is None else self.border.header.state_bytes
+        return self.snapshot.header.state_bytes + border_bytes + ENTRY_BYTES
 
 
 class HotStates:

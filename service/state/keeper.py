@@ -141,12 +141,20 @@ class StateKeeper:
         """Whether the turn that began so must commit its state."""
         return self.is_always or start.rebuilt is not None or start.other_numerics is not None
 
-    def committed(self, head: SessionHead, snapshot: Snapshot, *, num_replayed: int, finished: Finished) -> None:
-        """A turn ended here in `snapshot`; `num_replayed`: tokens that it had to read again."""
+    def committed(
+        self,
+        head: SessionHead,
+        snapshot: Snapshot,
+        *,
+        num_replayed: int,
+        finished: Finished,
+        border: Snapshot | None = None,
+    ) -> None:
+        """A turn ended here in `snapshot`; `num_replayed`: tokens that it had to read again. `border`: see HotState."""
         self._reading.observe(finished)
         if self.state_format is not StateFormat.FP32:
             return  # the next turn must start from the rounded state
-        hot = HotState(head, snapshot, self._clock())
+        hot = HotState(head, snapshot, self._clock(), border=border)
         self._engine.put(hot)
         self._put(hot)
         # Tokens were read again: the session's turns come from several processes
@@ -167,9 +175,8 @@ class StateKeeper:
             return
         if hot.head.num_log_tokens != source.num_log_tokens:
             return  # the copy ends inside the newest turn
-        header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
-        snapshot = dataclasses.replace(hot.snapshot, header=header)
-        forked = HotState(target, snapshot, self._clock(), is_unused_fork=True)
+        border = None if hot.border is None else _as_own(hot.border, target)
+        forked = HotState(target, _as_own(hot.snapshot, target), self._clock(), is_unused_fork=True, border=border)
         self._engine.put(forked)
         self._put(forked)
 
@@ -212,7 +219,7 @@ class StateKeeper:
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version
-        self._writer.add(hot)
+        self._writer.add(hot if hot.border is None else HotState(hot.head, hot.border, hot.used_at))
 
     def _written(self, key: SessionKey, head: SessionHead | None) -> None:
         self._under_way.pop(key, None)
@@ -247,3 +254,9 @@ class StateKeeper:
                     waits.append(left_s)
         if waits:
             self._wake_in(min(waits))
+
+
+def _as_own(snapshot: Snapshot, head: SessionHead) -> Snapshot:
+    """The state of a session, as that of its copy."""
+    header = dataclasses.replace(snapshot.header, tenant=head.tenant, session_id=head.session_id)
+    return dataclasses.replace(snapshot, header=header)

@@ -48,8 +48,8 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
 
 async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:
     """`make_replay` from the stored log. Raises NotFound or SnapshotCorrupt."""
-    log_ids = await store.read_log(head.key)
-    marks = await store.log_marks(head.key)
+    log_ids = await store.read_log(head.key, stop=head.num_log_tokens)
+    marks = [mark for mark in await store.log_marks(head.key) if mark.num_log_tokens <= head.num_log_tokens]
     return make_replay(lost, head, log_ids=log_ids, marks=marks)
 
 

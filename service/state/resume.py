@@ -23,7 +23,7 @@ from nsm_core.state.quantize import StateFormat, coarsest
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_core.tokenizer import Tokenizer
 from service.state.rebuild import LostState, RebuildReason, Replay, sampled_counts
-from service.stores.sessions.base import LogTail, SessionHead, StoredSession
+from service.stores.sessions.base import LogPoint, LogTail, SessionHead, StoredSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.transitions import EMPTY_TAIL
 
@@ -40,6 +40,10 @@ class TurnRequest:
     for already gets that turn. `render_options`: how the answer is rendered, as JSON values, for readers of the stored
     turn. `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
     `include_routing`: of this process only, its record has none.
+
+    `after`: the end of an earlier version, which the turn goes on from in place of the session's end; what is behind it
+    is given up with the commit. `num_opening`: how many of `input_ids`, at the end, no later turn may stand on if the
+    answer begins with a thought; None: the answer has none.
     """
 
     request_id: str
@@ -56,6 +60,8 @@ class TurnRequest:
     render_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_resumable: bool = False
     include_routing: bool = False
+    after: LogPoint | None = None
+    num_opening: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,8 @@ class ResumedSession:
 
     `snapshot` is None when there is none, or when `replay` stands in for it. `tail`: the log from there, which the turn
     reads before its own input. `rounding`: the coarsest format that the state, or one that it was computed from, has
-    been stored in.
+    been stored in. `after`: see TurnRequest; `head` then has position and log of that point, and the version that the
+    session is at.
     """
 
     head: SessionHead
@@ -74,6 +81,7 @@ class ResumedSession:
     replay: Replay | None = None
     tail: LogTail = EMPTY_TAIL
     rounding: StateFormat = StateFormat.FP32
+    after: LogPoint | None = None
 
     @property
     def position(self) -> int:
@@ -150,9 +158,12 @@ class ResumedSession:
         """The engine's request for `turn`; raises InvalidRequest when there is nothing to read. `hold_state`: the state
         stays with the engine.
         """
+        prompt_ids = self._prompt_ids(turn)
+        border = None if turn.num_opening is None else len(prompt_ids) - turn.num_opening
         return GenerationRequest(
             request_id=turn.request_id,
-            prompt_ids=self._prompt_ids(turn),
+            prompt_ids=prompt_ids,
+            keep_states_at=() if border is None or border <= len(self._known_ids) else (border,),
             sampling=self._sampling(turn),
             resume=self.resume_state(),
             keep_state=True,
@@ -219,6 +230,10 @@ class ResumedSession:
         _require_log(self.head, num_log_tokens, end.position, end.pending)
         return new_ids
 
+    def num_new(self, num_prompt: int) -> int:
+        """How many of the first `num_prompt` tokens that the turn reads are new to the log."""
+        return num_prompt - len(self._known_ids)
+
     async def encode_next(self, end: EndState, *, seed: int, created_at: float, state_format: StateFormat) -> bytes:
         """`next_snapshot` as bytes; in a thread, as megabytes are rounded and hashed."""
         return await asyncio.to_thread(
@@ -226,10 +241,17 @@ class ResumedSession:
         )
 
     def next_snapshot(
-        self, end: EndState, *, seed: int, created_at: float, state_format: StateFormat, joules: float = 0.0
+        self,
+        end: EndState,
+        *,
+        seed: int,
+        created_at: float,
+        state_format: StateFormat,
+        joules: float = 0.0,
+        num_versions: int = 1,
     ) -> Snapshot:
         """The state after the turn, as the session's next version, to be stored in `state_format`. `seed`: of the
-        turn's sampling; `joules`: its energy.
+        turn's sampling; `joules`: its energy; `num_versions`: that it is behind the head's.
         """
         header = SnapshotHeader(
             model_fingerprint=self.model.fingerprint,
@@ -243,12 +265,35 @@ class ResumedSession:
             sampler=SamplerState(seed=seed, generated_counts=end.generated_counts),
             tenant=self.head.tenant,
             session_id=self.head.session_id,
-            version=self.head.version + 1,
-            parent=self.head.version,
+            version=self.head.version + num_versions,
+            parent=self.head.version + num_versions - 1,
             created_at=created_at,
             energy_joules=self.energy_joules + joules,
         )
         return Snapshot(header, end.state, held=end.held)
+
+
+def resume_after(head: SessionHead, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession:
+    """The session at the end of an earlier version, whose state `snapshot` the caller has kept."""
+    header = snapshot.header
+    point = LogPoint(header.version, header.position)
+    return ResumedSession(
+        head=head_at(head, point),
+        snapshot=snapshot,
+        model=model,
+        tokenizer=tokenizer,
+        rounding=header.rounding,
+        after=point,
+    )
+
+
+def head_at(head: SessionHead, point: LogPoint) -> SessionHead:
+    """`head` as if the log ended there; its version stays."""
+    end = point.num_log_tokens
+    at = dataclasses.replace(head, position=end, num_log_tokens=end)
+    if head.snapshot_version <= point.version:
+        return at
+    return dataclasses.replace(at, snapshot_version=0, snapshot_position=0, snapshot_bytes=0)
 
 
 def resume_known(head: SessionHead, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession:

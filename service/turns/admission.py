@@ -14,12 +14,13 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import EngineDead, NotFound, NsmError, Overloaded, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.background import with_priority
 from service.backends.base import InferenceBackend
+from service.state.earlier import stored_at
 from service.state.keeper import StateKeeper
 from service.state.origin import with_origins_snapshot
 from service.state.other_model import other_model, shown_model
 from service.state.rebuild import LostState, read_replay
-from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known
-from service.stores.sessions.base import SessionHead, SessionStore
+from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_after, resume_known
+from service.stores.sessions.base import LogPoint, SessionHead, SessionStore
 from service.stores.sessions.codec import naming
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord, TurnStart
@@ -174,7 +175,9 @@ class TurnAdmission:
         with _count_failures(self.metrics):
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self.backend.model, self.backend.tokenizer
-            if held.hot is not None:
+            if request.after is not None:
+                start = await self._resume_after(held, request.after)
+            elif held.hot is not None:
                 start = resume_known(held.stored.head, held.hot, model=model, tokenizer=tokenizer)
             else:
                 # in a thread, as at the commit: megabytes and long counts would hold up every other stream
@@ -183,9 +186,25 @@ class TurnAdmission:
                 start = found if isinstance(found, ResumedSession) else await self._replay(held.stored.head, found)
         if start.head.num_log_tokens:
             self.metrics.sessions.resumed(start.rebuilt or "hit")
-            source: Source = "memory" if held.hot is not None else "log" if start.num_replayed else "store"
+            is_here = held.hot is not None and not start.num_replayed
+            source: Source = "memory" if is_here else "log" if start.num_replayed else "store"
             self.metrics.sessions.turn_resumed(source, num_replayed=start.num_replayed)
         return start
+
+    async def _resume_after(self, held: HeldLease, point: LogPoint) -> ResumedSession:
+        """The session at the end of an earlier version: from the state that was kept there, or an older one."""
+        head, border = held.stored.head, held.border
+        model, tokenizer = self.backend.model, self.backend.tokenizer
+        if border is not None and (border.header.version, border.header.position) == (
+            point.version,
+            point.num_log_tokens,
+        ):
+            return resume_after(head, border, model=model, tokenizer=tokenizer)
+        stored = held.stored if held.hot is None else await self.store.load(head.key)
+        stored = await with_origins_snapshot(self.store, await stored_at(self.store, stored, point))
+        found = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+        start = found if isinstance(found, ResumedSession) else await self._replay(stored.head, found)
+        return dataclasses.replace(start, after=point)
 
     async def _replay(self, head: SessionHead, lost: LostState) -> ResumedSession:
         """The turn will read the whole log, from the start, before its own input."""

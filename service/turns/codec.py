@@ -23,6 +23,7 @@ from nsm_core.hashing import identity_of
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EnergyUse
 from service.state.resume import TurnRequest
+from service.stores.sessions.base import LogPoint
 from service.stores.sessions.codec import decoding
 from service.stores.sessions.key import SessionKey
 
@@ -103,6 +104,10 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
         "deadline_at": None if left_s is None else time.time() + left_s,
         "render_options": dict(request.render_options),
     }
+    if request.after is not None:
+        fields["after"] = [request.after.version, request.after.num_log_tokens]
+    if request.num_opening is not None:
+        fields["num_opening"] = request.num_opening
     return _dump(fields)
 
 
@@ -110,7 +115,7 @@ def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRe
     """The request as it arrives now, and the fingerprint of the model that ran it. Raises SnapshotCorrupt."""
     with decoding("the stored request of a turn"):
         fields = _load(raw)
-        now, deadline_at = time.monotonic(), fields["deadline_at"]
+        now, deadline_at, after = time.monotonic(), fields["deadline_at"], fields.get("after")
         request = TurnRequest(
             request_id=turn_id,
             key=key,
@@ -122,6 +127,8 @@ def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRe
             deadline=None if deadline_at is None else now + (deadline_at - time.time()),
             render_options=fields["render_options"],
             is_resumable=True,  # somebody has come back to it
+            after=None if after is None else LogPoint(*after),
+            num_opening=fields.get("num_opening"),
         )
         return request, fields["model_fingerprint"]
 

@@ -10,12 +10,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
+from nsm_core.engine.request import (
+    EndState,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptState,
+    TokenEvent,
+    joules_of,
+)
 from nsm_core.errors import EngineDead, LeaseLost, NsmError, Overloaded, TurnCancelled, VersionConflict
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.thoughts import begins_with_thought
 from service.backends.base import Generation
 from service.state.keeper import StateKeeper
 from service.state.resume import ResumedSession
 from service.stores.sessions.base import Commit, SessionHead
+from service.stores.sessions.transitions import SnapshotMark
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.codec import CommitPoint, StoredToken, TurnResult, encode_result, stored_token
@@ -25,6 +36,7 @@ from service.turns.turn import HandedOver, TakenOver, Turn, TurnOutcome
 
 logger = logging.getLogger("nsm.turns")
 
+MAX_THOUGHT_MARK = 32  # tokens at the beginning of an answer that may have the tag of a thought
 MAX_INLINE_TOKENS = 512  # of a result that is encoded on the event loop: a thread would take longer
 
 
@@ -42,7 +54,7 @@ class TurnExecution:
     """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
 
     `earlier`: what another process sampled of the turn, written down in so many chunks. `start_again`: admits it once
-    more, without a state that an engine holds; None the second time.
+    more, without a state that an engine holds; None the second time. `border_states`: those that came, none or one.
     """
 
     turn: Turn
@@ -58,6 +70,7 @@ class TurnExecution:
     keeper: StateKeeper
     record_ttl_s: float
     clock: Callable[[], float]
+    border_states: list[PromptState] = dataclasses.field(default_factory=list)
 
     async def execute(self) -> TurnOutcome:
         """Committed, or failed with an error that a client may see."""
@@ -109,7 +122,7 @@ class TurnExecution:
         else:
             with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
                 await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
-        return TurnOutcome(finished=finished, head=self.start.head, error=error)
+        return TurnOutcome(finished=finished, head=self.held.stored.head, error=error)
 
     async def _fate(self, lost: LeaseLost) -> LeaseLost:
         """Whoever took the session may have continued this very turn."""
@@ -123,6 +136,7 @@ class TurnExecution:
         """Passes the events on as they come, and returns the last one instead of passing it on."""
         try:
             async for batch in self.generation.batches():
+                self.border_states.extend(event for event in batch if isinstance(event, PromptState))
                 tokens = [event for event in batch if isinstance(event, TokenEvent)]
                 if tokens:
                     log.put(map(stored_token, tokens))
@@ -151,8 +165,10 @@ class TurnExecution:
         started = time.monotonic()
         start, seed = self.start, self.request.sampling.seed
         new_ids = start.new_log_ids(end)
+        num_before_border = self._num_before_border(tokens)
+        num_versions = 1 if num_before_border is None else 2
         commit_point = CommitPoint(
-            version=start.head.version + 1,
+            version=start.head.version + num_versions,
             position=end.position,
             num_log_tokens=start.head.num_log_tokens + len(new_ids),
         )
@@ -163,12 +179,15 @@ class TurnExecution:
             created_at=self.clock(),
             state_format=self.held.state_format,
             joules=joules_of((finished,)),
+            num_versions=num_versions,
         )
+        border = None if num_before_border is None else self._border_snapshot(snapshot.header.created_at)
         has_snapshot = end.held is None and self.keeper.is_due_with(start)
+        to_store = border or snapshot
 
         def encode() -> tuple[bytes | None, EndedTurn]:
             ended = self._ended(finished, tokens, commit_point=commit_point)
-            return snapshot.encode() if has_snapshot else None, ended
+            return to_store.encode() if has_snapshot else None, ended
 
         is_small = not has_snapshot and self.request.sampling.logprobs is None and len(tokens) <= MAX_INLINE_TOKENS
         raw, ended = encode() if is_small else await asyncio.to_thread(encode)
@@ -185,14 +204,43 @@ class TurnExecution:
                 tokenizer_fingerprint=start.tokenizer.fingerprint,
                 numerics=start.model.numerics,
                 energy_joules=self._session_joules(finished),
+                after=start.after,
+                num_before_border=num_before_border,
+                snapshot_mark=SnapshotMark(to_store.header.version, to_store.header.position),
             )
             head = await self.held.commit(commit)
         except VersionConflict:
             self.metrics.sessions.commit_conflict()
             raise
         self.metrics.sessions.turn_committed(time.monotonic() - started, num_bytes=len(raw or b""))
-        self.keeper.committed(head, snapshot, num_replayed=start.num_replayed, finished=finished)
+        self.keeper.committed(head, snapshot, num_replayed=start.num_replayed, finished=finished, border=border)
         return head
+
+    def _num_before_border(self, tokens: Sequence[StoredToken]) -> int | None:
+        """New tokens that a next message goes on from, if the answer began with a thought; they are a version."""
+        if not self.request.keep_states_at:
+            return None
+        border = self.request.keep_states_at[0]
+        if border == len(self.request.prompt_ids):  # no thought is opened in the prompt
+            first = [token.token_id for token in tokens[:MAX_THOUGHT_MARK]]
+            if not begins_with_thought(self.start.tokenizer.decode(first)):
+                return None
+        return self.start.num_new(border)
+
+    def _border_snapshot(self, created_at: float) -> Snapshot | None:
+        """The state there; None if the engine gave none."""
+        if not self.border_states:
+            return None
+        found, start = self.border_states[-1], self.start
+        end = EndState(
+            state=found.state,
+            position=found.position,
+            pending=None,
+            new_ids=(),
+            generated_counts=dict(start.generated_counts),
+        )
+        seed, state_format = self.request.sampling.seed, self.held.state_format
+        return start.next_snapshot(end, seed=seed, created_at=created_at, state_format=state_format)
 
     def _session_joules(self, finished: Finished) -> float:
         return self.start.energy_joules + joules_of((finished,))

@@ -34,7 +34,7 @@ class HeldLease:
 
     `record`: of the turn that began with it, or of the one that its request is a retry of; None where none was to.
     `state_format`: how the state that is committed under it is to be stored. `hot`: the state of the head that the
-    caller had, None where it had none or an older one.
+    caller had, None where it had none or an older one; `border`: see HotState.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class HeldLease:
         state_format: StateFormat,
         on_lost: Callable[[NsmError], None],
         hot: Snapshot | None = None,
+        border: Snapshot | None = None,
         replica: str = "",
     ) -> None:
         self.stored = leased.stored
         self.hot = hot if leased.is_known else None
+        self.border = border if leased.is_known else None
         self.retained = leased.retained
         self.state_format = state_format
         self._max_retained = max_retained
@@ -70,7 +72,7 @@ class HeldLease:
     async def commit(self, commit: Commit) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
         if commit.snapshot is not None:
-            retention = self._retention(commit.position, commit.model_fingerprint)
+            retention = self._retention(commit.newest_mark.position, commit.model_fingerprint)
             commit = dataclasses.replace(commit, retention=retention)
         return await self._write(self._store.commit, dataclasses.replace(commit, replica=self._replica))
 
@@ -228,5 +230,6 @@ class Leases:
             state_format=self._state_format,
             on_lost=on_lost,
             hot=None if hot is None else hot.snapshot,
+            border=None if hot is None else hot.border,
             replica=self._replica,
         )

@@ -11,8 +11,19 @@ import pytest
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import Snapshot
-from service.stores.sessions.base import Lease, LogMark, NewSession, Rewind, SessionHead, SessionStore, TenantUsage
+from service.stores.sessions.base import (
+    Lease,
+    LogMark,
+    LogPoint,
+    LogTail,
+    NewSession,
+    Rewind,
+    SessionHead,
+    SessionStore,
+    TenantUsage,
+)
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.transitions import SnapshotMark
 from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import acquire, commit, commit_under, create
 
@@ -347,3 +358,69 @@ async def test_a_commit_may_add_nothing_to_the_log(store: SessionStore) -> None:
     await store.rewind(lease, Rewind(expected_version=later.version, snapshot=raw, num_log_tokens=2, **fields))
     assert await store.read_log(key) == (1, 2)
     assert [mark.version for mark in await store.log_marks(key)] == [4]
+
+
+async def test_a_commit_may_add_two_versions_and_the_next_goes_on_from_the_first_of_them(store: SessionStore) -> None:
+    first = await commit(store, await create(store), new_ids=(0, 1))
+    border = SnapshotMark(first.version + 1, 4)
+    raw = make_snapshot(version=border.version).encode()
+    thought = await commit(
+        store, first, new_ids=(2, 3, 4, 5), num_before_border=2, snapshot=raw, snapshot_mark=border, num_sampled=2
+    )
+    assert (thought.version, thought.position, thought.num_log_tokens) == (3, 6, 6)
+    assert (thought.snapshot_version, thought.snapshot_position) == (2, 4)
+    assert [(mark.version, mark.num_log_tokens, mark.num_sampled) for mark in await store.log_marks(KEY)] == [
+        (1, 2, 1),
+        (2, 4, 0),
+        (3, 6, 2),
+    ]
+    stored = await store.load(KEY)
+    assert stored.snapshot == raw
+    assert stored.tail == LogTail((4, 5), (LogMark(version=3, num_log_tokens=6, num_sampled=2, seed=7),))
+    after = LogPoint(2, 4)
+    gone_on = await commit(
+        store,
+        dataclasses.replace(thought, position=after.num_log_tokens),
+        new_ids=(6, 7, 8),
+        num_before_border=1,
+        after=after,
+        is_log_alone=True,
+    )
+    assert (gone_on.version, gone_on.position, gone_on.num_log_tokens) == (5, 7, 7)
+    assert await store.read_log(KEY) == (0, 1, 2, 3, 6, 7, 8)
+    assert [(mark.version, mark.num_log_tokens) for mark in await store.log_marks(KEY)] == [
+        (1, 2),
+        (2, 4),
+        (4, 5),
+        (5, 7),
+    ]
+    assert (await store.load(KEY)).snapshot == raw
+    assert await store.get(KEY) == gone_on
+
+
+async def test_a_snapshot_behind_the_end_that_a_turn_went_on_from_is_gone(store: SessionStore) -> None:
+    first = await commit(store, await create(store), new_ids=(0, 1))
+    second = await commit(store, first, new_ids=(2, 3))
+    cut = await commit(
+        store, dataclasses.replace(second, position=2), new_ids=(9,), after=LogPoint(1, 2), is_log_alone=True
+    )
+    assert (cut.version, cut.num_log_tokens, cut.snapshot_version, cut.snapshot_bytes) == (3, 3, 0, 0)
+    stored = await store.load(KEY)
+    assert (stored.head, stored.snapshot, stored.damage) == (cut, None, None)
+    assert stored.tail is not None
+    assert stored.tail.ids == (0, 1, 9)
+    third = await commit(store, cut, new_ids=(4,))
+    assert await store.read_log(KEY) == (0, 1, 9, 4)
+    assert (await store.load(KEY)).head == third
+
+
+@pytest.mark.parametrize("after", [LogPoint(1, 1), LogPoint(1, 3), LogPoint(2, 2), LogPoint(7, 3)])
+async def test_an_end_that_the_log_does_not_have_is_refused_and_nothing_changes(
+    store: SessionStore, after: LogPoint
+) -> None:
+    first = await commit(store, await create(store), new_ids=(0, 1))
+    second = await commit(store, first, new_ids=(2,))
+    with pytest.raises(SnapshotCorrupt):
+        await commit(store, second, new_ids=(9,), after=after, is_log_alone=True)
+    assert await store.read_log(KEY) == (0, 1, 2)
+    assert await store.get(KEY) == second

@@ -17,7 +17,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, gateway
 from tests.support.redis_servers import Topology
-from tests.support.responses import PATH, counts_of, get, read_stream, respond, session_ids, stream, text_of
+from tests.support.responses import PATH, counts_of, get, log_of, read_stream, respond, session_ids, stream, text_of
 
 SCRIPT = " It was the best of times"
 MakeStore = Callable[[], SessionStore]
@@ -36,9 +36,9 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
 
 
 @contextlib.asynccontextmanager
-async def pair(make_store: MakeStore, *backends: FakeBackend) -> AsyncIterator[tuple[Gateway, ...]]:
+async def pair(make_store: MakeStore, *backends: FakeBackend, **settings: str) -> AsyncIterator[tuple[Gateway, ...]]:
     async with contextlib.AsyncExitStack() as stack:
-        servers = [gateway(backend, store=make_store(), lease_s=1.0) for backend in backends]
+        servers = [gateway(backend, store=make_store(), lease_s=1.0, **settings) for backend in backends]
         yield tuple([await stack.enter_async_context(server) for server in servers])
 
 
@@ -97,6 +97,25 @@ async def test_P6_a_response_whose_server_was_lost_is_taken_over_by_whoever_asks
         assert counts_of(two)[1] > 0
         items = (await there.client.get(f"/v1/conversations/{name}/items", params={"order": "asc"})).json()["data"]
         assert [item["content"][0]["text"] for item in items] == ["one", SCRIPT.strip(), "two", SCRIPT.strip()]
+
+
+async def test_P6_a_turn_that_forgets_a_thought_is_taken_over_with_it_forgotten(make_store: MakeStore) -> None:
+    script = ">Hm, who?</think>\nEmma."
+    lost = FakeBackend(script, hold=True)
+    async with pair(make_store, lost, FakeBackend(script), chat_template="rwkv-think-v1") as (here, there):
+        lost.release(100)
+        one = await respond(here, "one", max_output_tokens=100)
+        lost.forget_permits()
+        lost.release(2)
+        chained = {"previous_response_id": one["id"], "max_output_tokens": 100}
+        two = await respond(here, "two", background=True, **chained)
+        await lost.held.wait()
+        await here.services.store.close()  # as when its process is gone: it renews nothing and writes nothing
+        ended = await poll(there, two["id"])
+        assert (ended["status"], text_of(ended)) == ("completed", "Hm, who?Emma.")
+        (session_id,) = await session_ids(there)
+        text = there.services.backend.tokenizer.decode((await log_of(there, session_id))[1:])
+        assert text == f"User: one\n\nAssistant: Emma.\n\nUser: two\n\nAssistant: <think{script}"
 
 
 async def test_P3_a_response_in_mid_stream_when_its_server_stops_is_read_on_elsewhere(make_store: MakeStore) -> None:

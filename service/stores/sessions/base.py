@@ -19,6 +19,7 @@ from service.stores.sessions.retention import Shedding as Shedding
 from service.stores.sessions.transitions import Commit as Commit
 from service.stores.sessions.transitions import LateSnapshot as LateSnapshot
 from service.stores.sessions.transitions import LogMark as LogMark
+from service.stores.sessions.transitions import LogPoint as LogPoint
 from service.stores.sessions.transitions import LogTail as LogTail
 from service.stores.sessions.transitions import NewSession as NewSession
 from service.stores.sessions.transitions import Rewind as Rewind
@@ -42,11 +43,12 @@ UNSET: Final = Unset.UNSET
 class SessionHead:
     """The named, mutable head of a session.
 
-    `version` rises by one with each committed turn and each rewind, from 0 for a session that has had none; `position`
-    counts the tokens fed; times are unix seconds of the store's clock. `created_at` is also the session's incarnation:
-    deleted and made again under its old id, it is another one. `ttl_s`: None, or how long the session is kept after its
-    last commit or `update`; `expires_at` is when that ends. `forked_from`: "<session id>@<position>" of where it was
-    copied from, or None.
+    `version` rises by one with each committed turn and each rewind, from 0 for a session that has had none. It rises by
+    two with a turn whose answer began with a thought: what that read is a version of its own. `position` counts the
+    tokens fed; times are unix seconds of the store's clock. `created_at` is also the session's incarnation: deleted and
+    made again under its old id, it is another one. `ttl_s`: None, or how long the session is kept after its last commit
+    or `update`; `expires_at` is when that ends. `forked_from`: "<session id>@<position>" of where it was copied from,
+    or None.
 
     `snapshot_version`, `snapshot_position`, `snapshot_bytes`: of the newest stored snapshot, which may be behind the
     head; zeros without one. `tokenizer_fingerprint`, `numerics`: of what computed the newest version, "" where it is

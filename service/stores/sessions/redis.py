@@ -54,6 +54,7 @@ from service.stores.sessions.base import (
     Unset,
 )
 from service.stores.sessions.codec import (
+    TOKEN_BYTES,
     checked,
     decode_cursor,
     decode_ids,
@@ -247,6 +248,10 @@ class RedisSessionStore:
             *record,
             retention_field(commit.retention),
             commit.replica,
+            *(("", "") if commit.after is None else (commit.after.version, commit.after.num_log_tokens)),
+            "" if commit.num_before_border is None else TOKEN_BYTES * commit.num_before_border,
+            commit.newest_mark.version,
+            commit.newest_mark.position,
         )
         return await self._move(COMMIT, lease, commit, args)
 
@@ -284,6 +289,8 @@ class RedisSessionStore:
             raise lease_lost(lease)
         if status == "conflict":
             require_version(head, change.expected_version)
+        if status == "log_corrupt":
+            raise log_corrupt(head, "it does not have the end that a turn went on from")
         if status == "too_long":
             raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
         if head.ttl_s is None:

@@ -39,9 +39,10 @@ from service.stores.sessions.sqlite_statements import (
     EXISTS,
     HEAD_COLUMNS,
     ONE,
-    append_chunk,
     append_log,
+    append_new,
     apply_retention,
+    cut_behind,
     cut_log,
     cut_retained,
     delete_retained,
@@ -212,10 +213,11 @@ class SqliteSessionStore:
                 now = self._clock()
                 head = writable_head(connection, lease, commit.expected_version, now)
                 end_running(connection, head, commit.turn, now)
-                append_chunk(connection, head, commit.new_ids, commit)
+                if commit.after is not None:
+                    head = cut_behind(connection, head, commit.after)
+                append_new(connection, head, commit)
                 if commit.snapshot is not None:
-                    mark = SnapshotMark(commit.version, commit.position)
-                    head = self._store_snapshot(connection, head, mark, commit.snapshot, retention)
+                    head = self._store_snapshot(connection, head, commit.newest_mark, commit.snapshot, retention)
                 num_log_tokens = head.num_log_tokens + len(commit.new_ids)
                 return move_head(connection, head, commit, num_log_tokens=num_log_tokens, now=now)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from nsm_core.errors import LogCorrupt, NotFound
 from nsm_core.hashing import checksum
-from service.stores.sessions.base import Commit, Lease, LogMark, LogTail, Rewind, SessionHead
+from service.stores.sessions.base import Commit, Lease, LogMark, LogPoint, LogTail, Rewind, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, decoding, encode_ids, expiry
 from service.stores.sessions.errors import (
     already_exists,
@@ -139,6 +139,16 @@ def append_chunk(
     )
 
 
+def append_new(connection: sqlite3.Connection, head: SessionHead, commit: Commit) -> None:
+    """What a commit adds to the log: one version, or two."""
+    num_before = commit.num_before_border
+    if num_before is not None:
+        end = head.num_log_tokens + num_before
+        mark = LogMark(version=commit.version - 1, num_log_tokens=end, num_sampled=0, seed=commit.seed)
+        append_chunk(connection, head, commit.new_ids[:num_before], mark)
+    append_chunk(connection, head, commit.new_ids[num_before or 0 :], commit)
+
+
 def append_log(
     connection: sqlite3.Connection, head: SessionHead, log_ids: tuple[int, ...], marks: Iterable[LogMark]
 ) -> None:
@@ -229,6 +239,19 @@ def cut_log(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -
     connection.execute(statement, (*head.key, last_version))
     append_chunk(connection, head, rest, rewind)
     return int(last_version)
+
+
+def cut_behind(connection: sqlite3.Connection, head: SessionHead, end: LogPoint) -> SessionHead:
+    """Drops what log and snapshots have behind the end of a version. Raises LogCorrupt where that is not in the log."""
+    connection.execute(f"DELETE FROM log_chunks WHERE {ONE} AND version > ?", (*head.key, end.version))
+    query = f"SELECT coalesce(sum(length(ids)), 0), max(version) FROM log_chunks WHERE {ONE}"
+    if connection.execute(query, head.key).fetchone() != (TOKEN_BYTES * end.num_log_tokens, end.version):
+        raise log_corrupt(head, f"version {end.version} does not end after {end.num_log_tokens} tokens")
+    connection.execute(f"DELETE FROM older_snapshots WHERE {ONE} AND version > ?", (*head.key, end.version))
+    if head.snapshot_version > end.version:
+        head = note_snapshot(connection, head, version=0, position=0, num_bytes=0)
+    drop_snapshots(connection, head, but=head.snapshot_version)
+    return dataclasses.replace(head, num_log_tokens=end.num_log_tokens)
 
 
 _FREE = "lease_holder = NULL, lease_owner = NULL, lease_expires_at = 0"

@@ -41,6 +41,14 @@ EMPTY_TAIL = LogTail()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LogPoint:
+    """The end of a version in a token log."""
+
+    version: int
+    num_log_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotMark:
     """The version whose state a snapshot is, and the number of tokens fed to reach it."""
 
@@ -93,6 +101,10 @@ class Commit:
     `snapshot`: the state then; None leaves the stored one, from which the log leads to it. `turn`: the turn that ends
     with it, None for none. `retention`: the older snapshots that stay if it brings one. The last four: see
     SessionHead.
+
+    `after`: the end of an earlier version that the turn went on from; what the log and the snapshots have behind it
+    goes. `num_before_border`: so many of `new_ids` become a version of their own, before that of the rest.
+    `snapshot_mark`: the version and position of `snapshot`; None: at the end.
     """
 
     expected_version: int
@@ -104,6 +116,9 @@ class Commit:
     seed: int
     turn: EndedTurn | None = None
     retention: Retention = NO_RETENTION
+    after: LogPoint | None = None
+    num_before_border: int | None = None
+    snapshot_mark: SnapshotMark | None = None
     tokenizer_fingerprint: str = ""
     numerics: str = ""
     energy_joules: float = 0.0
@@ -111,7 +126,12 @@ class Commit:
 
     @property
     def version(self) -> int:
-        return self.expected_version + 1
+        return self.expected_version + (1 if self.num_before_border is None else 2)
+
+    @property
+    def newest_mark(self) -> SnapshotMark:
+        """Of `snapshot`."""
+        return self.snapshot_mark or SnapshotMark(self.version, self.position)
 
     @property
     def num_bytes(self) -> int:

@@ -84,3 +84,8 @@ def _num_held(text: str) -> int:
     size = next((size for size in range(min(len(text), len(CLOSE) - 1), 0, -1) if text.endswith(CLOSE[:size])), 0)
     before = text[: len(text) - size]
     return size + len(before) - len(before.rstrip())
+
+
+def begins_with_thought(text: str) -> bool:
+    """Whether an answer whose prompt opens no thought begins with one of its own."""
+    return text.lstrip().startswith(OPEN)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsm_core.thoughts import ThoughtReader
 from nsm_core.tokenizer import Tokenizer
-from service.generate.thoughts import ThoughtReader
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, frames_of, gateway
 from tests.support.rwkv7 import rwkv7_backend
