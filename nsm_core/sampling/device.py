@@ -70,13 +70,15 @@ def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: Token
     The uniform draws have the host's bits. Weights are rounded differently: a token differs if the draw lies within
     rounding of the boundary between two tokens.
     """
-    from nsm_core.sampling.kernel import choose_tokens
+    from nsm_core.sampling.kernel import LARGEST_ROW, choose_tokens
+    from nsm_core.sampling.large_kernel import choose_of_many
 
+    choose = choose_tokens if logits.shape[-1] <= LARGEST_ROW else choose_of_many
     is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
     device = logits.device
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         words = None if masks is None else to_device(masks.dense(*logits.shape), device)
-        return PendingTokens(choose_tokens(logits, to_device(params, device) if is_drawn else None, words))
+        return PendingTokens(choose(logits, to_device(params, device) if is_drawn else None, words))
 
 
 def sample_on_device(logits: Tensor, rows: Sequence[PackedRow], masks: TokenMasks | None = None) -> list[int | None]:

@@ -15,11 +15,12 @@ from nsm_core.sampling.result import NOT_FINITE as NOT_FINITE  # the kernel belo
 
 # The columns of a row's parameters, all in 64 bits; the last three are the bits of doubles.
 NUM_PARAMS = 7
-LARGEST_VOCABULARY = 16384  # a row lies in the registers of one program
+LARGEST_ROW = 16384  # lies in the registers of one program; larger ones are read in tiles (large_kernel.py)
+LARGEST_VOCABULARY = 1 << 18
 
 
 @triton.jit
-def _uniform(seed, choice, position):
+def uniform_draw(seed, choice, position):
     """The draw of `nsm_core.sampling.rng`, to the bit: Philox4x64-10."""
     first_factor = tl.full([], 0xD2E7470EE14C6C93, tl.uint64)
     second_factor = tl.full([], 0xCA5A826395121157, tl.uint64)
@@ -96,7 +97,7 @@ def _choose(x, top, ids, params_ptr, smallest):
         weights = _keep_top_p(weights, top_p)
     if min_p > 0.0:
         weights = tl.where(weights >= min_p * tl.max(weights, axis=0), weights, 0.0)
-    u = _uniform(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
+    u = uniform_draw(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
     return _draw(weights, ids, u)
 
 
@@ -133,7 +134,7 @@ def _sample(
 
 
 def choose_tokens(logits: Tensor, params: Tensor | None, words: Tensor | None = None) -> Tensor:
-    """logits [B,V] fp32 -> ids [B] int64, NOT_FINITE for a row that is not finite.
+    """logits [B,V] fp32, V at most LARGEST_ROW -> ids [B] int64, NOT_FINITE for a row that is not finite.
 
     params [B, NUM_PARAMS] int64: seed, choice index, position, top-k, then the bits of the fp64 temperature, top-p and
     min-p. None: every row is greedy. words [B,ceil(V/32)] int32: the tokens that each row may have, at least one, as

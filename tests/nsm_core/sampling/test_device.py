@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsm_core.sampling import sampler as sampler_module
-from nsm_core.sampling.device import sample_on_device
+from nsm_core.sampling.device import pack_rows, sample_on_device, to_device
 from nsm_core.sampling.masks import TokenMasks
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.sampling.result import SampledToken
+from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
 from tests.support.counts import scaled
 
-pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")
+kernel_module = pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")
+choose_of_many = pytest.importorskip("nsm_core.sampling.large_kernel").choose_of_many
 
 # NumPy, in which the interpreter computes, says what a GPU does in silence
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -57,6 +58,52 @@ def test_device_draws_equal_host_draws(wanted: list[SamplingRow], vocab: int, le
     if levels:
         logits = torch.randint(levels, logits.shape, generator=generator).float() / 4
     assert sample_on_device(logits.to(DEVICE), wanted) == on_host(logits, wanted)
+
+
+def in_tiles(logits: Tensor, wanted: list[SamplingRow], masks: TokenMasks | None = None) -> list[int | None]:
+    """By the kernel for large vocabularies, with small tiles."""
+    words = None if masks is None else to_device(masks.dense(*logits.shape), torch.device(DEVICE))
+    packed = to_device(pack_rows(wanted), torch.device(DEVICE))
+    ids = choose_of_many(logits.to(DEVICE), packed, words, tile=32).tolist()
+    return [None if token_id == NOT_FINITE else token_id for token_id in ids]
+
+
+@settings(max_examples=scaled(5, 300), deadline=None)
+@given(
+    wanted=st.lists(rows, min_size=1, max_size=2),
+    vocab=st.integers(1, 150),
+    levels=st.sampled_from((0, 3, 40)),
+    is_masked=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_draws_in_tiles_equal_host_draws(
+    wanted: list[SamplingRow], vocab: int, levels: int, is_masked: bool, seed: int
+) -> None:
+    """Equal weights lie in several tiles, and tiles without a token that is allowed."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(len(wanted), vocab, generator=generator)
+    if levels:
+        logits = torch.randint(levels, logits.shape, generator=generator).float() / 4
+    masks = None
+    if is_masked:
+        rng = np.random.default_rng(seed)
+        words = rng.integers(-(2**31), 2**31, (len(wanted), -(-vocab // 32)), dtype=np.int64).astype(np.int32)
+        words[:, 0] |= 1
+        words[:, 2:8] = 0
+        masks = TokenMasks(np.arange(len(wanted)), words)
+    assert in_tiles(logits, wanted, masks) == on_host(logits, wanted, masks)
+
+
+def test_a_vocabulary_beyond_one_programs_registers_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "LARGEST_ROW", 40)
+    logits = torch.randn(4, 100)
+    logits[2, 70] = torch.nan
+    wanted = [row(seed=1), row(temperature=0.0), row(seed=3), row(seed=4, top_k=3, top_p=0.9, min_p=0.05)]
+    got = sample_on_device(logits.to(DEVICE), wanted)
+    want = Sampler().sample(logits, wanted)
+    assert got == [token.token_id if isinstance(token, SampledToken) else None for token in want]
+    greedy = [row(temperature=0.0)] * 4
+    assert sample_on_device(logits.to(DEVICE), greedy)[:2] == logits.argmax(dim=1).tolist()[:2]
 
 
 @settings(max_examples=scaled(15, 300), deadline=None)
