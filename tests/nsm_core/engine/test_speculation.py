@@ -21,8 +21,12 @@ from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.execution.rwkv7.executor import Rwkv7Executor
+from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.model.nsm import NsmModel
+from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.chants import CHANT, STOPS
 from tests.nsm_core.engine.harness import (
@@ -39,6 +43,8 @@ from tests.nsm_core.engine.harness import (
 )
 from tests.support.counts import scaled
 from tests.support.models import random_model, small_config
+from tests.support.rwkv7 import random_tensors
+from tests.support.rwkv7 import small_config as small_rwkv7
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 
@@ -54,9 +60,16 @@ def engines(
     return plain, drafting
 
 
+RWKV7 = "rwkv7"  # in place of a pattern of layers
+
+
 @functools.cache
-def looping_model(pattern: str) -> NsmModel:
+def looping_model(pattern: str) -> NsmModel | Rwkv7Model:
     """Random weights, whose greedy texts run into loops sooner or later."""
+    if pattern == RWKV7:
+        config = small_rwkv7(vocab_size=512)
+        tensors = random_tensors(config)
+        return Rwkv7Model(config, tensors | {"emb.weight": 0.3 * tensors["emb.weight"]})
     model = random_model(small_config(512, layer_pattern=pattern, window=20))
     model.embedding.weight.mul_(0.3)
     return model.eval()
@@ -64,7 +77,10 @@ def looping_model(pattern: str) -> NsmModel:
 
 @functools.cache
 def native(pattern: str) -> ExecutorFactory:
-    return functools.partial(NativeExecutor, weights=NativeWeights(looping_model(pattern)))
+    model = looping_model(pattern)
+    if isinstance(model, Rwkv7Model):
+        return functools.partial(Rwkv7Executor, weights=Rwkv7Weights(model, Precision.INT8))
+    return functools.partial(NativeExecutor, weights=NativeWeights(model))
 
 
 def repetitive_ids(seed: int, length: int, period: int) -> tuple[int, ...]:
@@ -92,7 +108,7 @@ prompts = st.builds(repetitive_ids, st.integers(0, 30), st.integers(1, 60), st.i
 @needs_native
 @settings(max_examples=scaled(15, full=200), deadline=None)
 @given(
-    st.sampled_from(["N", "NW", "KW"]),
+    st.sampled_from(["N", "NW", "KW", RWKV7]),
     st.lists(st.tuples(prompts, params), min_size=1, max_size=7),
     st.lists(st.integers(0, 30), max_size=7),
     st.integers(6, 64),

@@ -36,6 +36,8 @@ READERS: dict[str, Reader] = {
     "safetensors": lambda file: read_safetensors(file)[0],
     "pth": read_pytorch,
     "gguf": lambda file: read_gguf(file).tensors,
+    "gguf-q4_k": lambda file: read_gguf(file).tensors,
+    "gguf-q6_k": lambda file: read_gguf(file).tensors,
 }
 
 
@@ -47,9 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def sound(format_name: str, folder: Path) -> bytes:
     path = folder / f"sound.{format_name}"
-    if format_name == "gguf":
+    if format_name.startswith("gguf"):
         keys = {"rwkv7.block_count": 2, "tokenizer.ggml.tokens": ["a", "b"], "general.name": "n"}
-        write_gguf(path, {"first": TENSORS["first"], "second": TENSORS["second"].float()}, keys, kind="Q8_0")
+        kind = format_name[5:].upper() or "Q8_0"
+        first = TENSORS["first"] if kind == "Q8_0" else torch.randn(2, 256)  # K blocks have 256 numbers
+        write_gguf(path, {"first": first, "second": TENSORS["second"].float()}, keys, kind=kind)
     else:
         (write_pth if format_name == "pth" else write_safetensors)(path, TENSORS)
     return path.read_bytes()
@@ -93,9 +97,8 @@ def test_a_file_with_changed_bytes_is_read_or_refused(
 @pytest.mark.parametrize("format_name", READERS)
 @given(raw=st.binary(max_size=400))
 def test_any_bytes_after_a_sound_beginning_are_read_or_refused(folder: Path, format_name: str, raw: bytes) -> None:
-    start = {"safetensors": len(raw).to_bytes(8, "little"), "pth": b"PK\x03\x04", "gguf": b"GGUF\x03\0\0\0"}[
-        format_name
-    ]
+    starts = {"safetensors": len(raw).to_bytes(8, "little"), "pth": b"PK\x03\x04", "gguf": b"GGUF\x03\0\0\0"}
+    start = starts[format_name.partition("-")[0]]
     _read_or_refuse(folder, format_name, start + raw)
 
 
