@@ -227,8 +227,23 @@ class ServerUnderTest:
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
         return sum(spent.user + spent.system for spent in times)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """As `kill -9` does, its children too."""
+        root = psutil.Process(self._process.pid)
+        for process in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._ended()
+
     def stop(self) -> None:
         self._process.terminate()
+        self._ended()
+
+    def _ended(self) -> None:
         self._process.wait(60)
         self._draining.join()
         if self._process.stderr is not None:

@@ -5,7 +5,9 @@ logits and choice, beside its floor (the matrices once, and each row's state rea
 copy on this device); and prompts. Of ours bf16 matrices and fp32 states, in graphs; of the other bf16 throughout but
 its states, launched from Python, as its own classes do it.
 
-`--ours` leaves the other library out, which must be installed (`flash-linear-attention`, `transformers`).
+`--ours` leaves the other library out, which must be installed (`flash-linear-attention`, `transformers`); `--fla`
+measures it alone. Its kernels are tuned at the first call of a kind, which is a row of its own. Its prompts alone:
+`--sizes 0.1B --fla --rows --prompts 32768 131072 --repeats 1`.
 """
 
 from __future__ import annotations
@@ -132,7 +134,9 @@ class TheirsByFla:
         return logits.float()
 
 
-def measure(name: str, subject: Ours | TheirsByFla, rows: Sequence[int], prompts: Sequence[int]) -> Iterator[Row]:
+def measure(
+    name: str, subject: Ours | TheirsByFla, rows: Sequence[int], prompts: Sequence[int], repeats: int
+) -> Iterator[Row]:
     for num_rows in rows:
         subject.open(num_rows)
         ids, times = list(range(1, num_rows + 1)), []
@@ -149,7 +153,11 @@ def measure(name: str, subject: Ours | TheirsByFla, rows: Sequence[int], prompts
             subject.open(1)
             subject.read(ids)
 
-        times = seconds_of(read, 2)
+        started = time.perf_counter()
+        read()
+        torch.cuda.synchronize()
+        yield {"of": name, "prompt": length, "first_call_s": time.perf_counter() - started}
+        times = seconds_of(read, repeats)
         yield {"of": name, "prompt": length, "seconds": min(times), "tokens_per_s": length / min(times)}
 
 
@@ -161,7 +169,9 @@ def floors(ours: Ours, rows: Sequence[int]) -> Iterator[Row]:
 
 
 @torch.inference_mode()
-def measure_size(size: str, rows: Sequence[int], prompts: Sequence[int], *, with_fla: bool) -> Iterator[Row]:
+def measure_size(
+    size: str, rows: Sequence[int], prompts: Sequence[int], *, libraries: Sequence[str], repeats: int
+) -> Iterator[Row]:
     config = config_of(size)
     tensors = random_tensors(config)
     model = Rwkv7Model(config, {name: value.cuda() for name, value in tensors.items()}, "cuda")
@@ -169,13 +179,14 @@ def measure_size(size: str, rows: Sequence[int], prompts: Sequence[int], *, with
     hidden, _ = model.forward(torch.tensor([text], device="cuda"), model.initial_state(1))
     want = model.logits(hidden[0, -1])
     model.__dict__.pop("weights")  # its fp32 copy of all tensors
-    ours = Ours(model)
-    subjects: dict[str, Ours | TheirsByFla] = {"ours": ours}
-    yield from floors(ours, rows)
-    yield from measure("ours", ours, rows, prompts)
-    if with_fla:
+    subjects: dict[str, Ours | TheirsByFla] = {}
+    if "ours" in libraries:
+        ours = subjects["ours"] = Ours(model)
+        yield from floors(ours, rows)
+        yield from measure("ours", ours, rows, prompts, repeats)
+    if "fla" in libraries:
         subjects["fla"] = TheirsByFla(config, tensors)
-        yield from measure("fla", subjects["fla"], rows, prompts)
+        yield from measure("fla", subjects["fla"], rows, prompts, repeats)
     for name, subject in subjects.items():
         subject.open(1)
         got = subject.read(text)
@@ -185,13 +196,19 @@ def measure_size(size: str, rows: Sequence[int], prompts: Sequence[int], *, with
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["0.1B", "0.4B"])
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of a step")
-    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, help="lengths in tokens")
-    parser.add_argument("--ours", action="store_true")
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS, help="of a step")
+    parser.add_argument("--prompts", nargs="*", type=int, default=PROMPTS, help="lengths in tokens")
+    parser.add_argument("--repeats", type=int, default=2, help="of a prompt, after two calls that are not counted")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--ours", action="store_true")
+    only.add_argument("--fla", action="store_true")
     arguments = parser.parse_args()
+    libraries = ["ours"] if arguments.ours else ["fla"] if arguments.fla else ["ours", "fla"]
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     for size in arguments.sizes:
-        for row in measure_size(size, arguments.rows, arguments.prompts, with_fla=not arguments.ours):
+        for row in measure_size(
+            size, arguments.rows, arguments.prompts, libraries=libraries, repeats=arguments.repeats
+        ):
             print(json.dumps({"size": size, **row}), flush=True)
 
 

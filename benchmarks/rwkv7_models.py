@@ -42,6 +42,9 @@ class RandomTensors(Mapping[str, Tensor]):
     def __init__(self, config: Rwkv7Config) -> None:
         self._shapes = tensor_shapes(config)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shapes[name])
+
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
         generator = torch.Generator().manual_seed(len(name))

@@ -11,12 +11,14 @@ import httpx
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.redis import RedisSessionStore
 from tests.support.counts import scaled
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.models import local_backend
 from tests.support.redis_servers import RedisServer, Topology, start_sentinel, wait_until
+from tests.support.rwkv7 import rwkv7_backend
 
 pytestmark = pytest.mark.redis
 TEXTS = ("It was the best of times,", " and then")
@@ -31,22 +33,27 @@ def topology(tmp_path: Path) -> Iterator[Topology]:
     started.stop()
 
 
+@pytest.fixture(params=[local_backend, rwkv7_backend], ids=["local", "rwkv7"])
+def make_engine(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> Callable[[], LocalBackend]:
+    return lambda: request.param(tiny_tokenizer)
+
+
 @pytest.fixture
-async def pair(topology: Topology, tiny_tokenizer: Tokenizer) -> AsyncIterator[tuple[Gateway, Gateway]]:
+async def pair(topology: Topology, make_engine: Callable[[], LocalBackend]) -> AsyncIterator[tuple[Gateway, Gateway]]:
     address = parse_redis_url(topology.url)
     stores = [RedisSessionStore(address) for _ in range(2)]
     async with (
-        gateway(local_backend(tiny_tokenizer), store=stores[0], is_live=True, lease_s=2.0) as one,
-        gateway(local_backend(tiny_tokenizer), store=stores[1], is_live=True, lease_s=2.0) as two,
+        gateway(make_engine(), store=stores[0], is_live=True, lease_s=2.0) as one,
+        gateway(make_engine(), store=stores[1], is_live=True, lease_s=2.0) as two,
     ):
         yield one, two
 
 
 async def test_D7_failover_in_mid_turn_loses_no_copied_turn_and_does_the_running_one_once(
-    topology: Topology, pair: tuple[Gateway, Gateway], tiny_tokenizer: Tokenizer
+    topology: Topology, pair: tuple[Gateway, Gateway], make_engine: Callable[[], LocalBackend]
 ) -> None:
     """Replication is asynchronous: an acknowledged turn that no replica has is lost with its master (docs/redis.md)."""
-    async with gateway(local_backend(tiny_tokenizer)) as alone:
+    async with gateway(make_engine()) as alone:
         await create(alone, "s")
         expected = [await insist(alone, "s", number) for number in range(2)]
     for round_number in range(scaled(1, 10)):

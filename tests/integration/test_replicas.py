@@ -14,9 +14,10 @@ from typing import Any, Literal
 import httpx
 import pytest
 
+from nsm_core.architectures import load_model
 from nsm_core.config import EngineConfig
-from nsm_core.model.loader import load_checkpoint
 from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.key import SessionKey
@@ -25,6 +26,7 @@ from tests.support.backends import MakeBackend, triton_backend
 from tests.support.counts import scaled
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.redis_servers import Topology
+from tests.support.rwkv7 import save_rwkv7
 from tests.support.triton_servers import RunningTriton, running_triton
 
 logger = logging.getLogger(__name__)
@@ -166,29 +168,41 @@ def body_of(step: Step) -> dict[str, Any]:
     return {"ignore_eos": True, "logprobs": 0, **step.body}
 
 
+@pytest.fixture(scope="module", params=["nsm", "rwkv7"])
+def model_dir(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokenizer: Tokenizer,
+) -> Path:
+    if request.param == "nsm":
+        return tiny_model_dir
+    return save_rwkv7(tmp_path_factory.mktemp("rwkv7") / "small", tiny_tokenizer)
+
+
 @pytest.fixture(scope="module")
-def one_row_triton(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
+def one_row_triton(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[RunningTriton]:
     limits = {name: str(value) for name, value in LIMITS.items()}
-    with running_triton(tmp_path_factory.mktemp("one-row"), tiny_model_dir, **limits) as server:
+    with running_triton(tmp_path_factory.mktemp("one-row"), model_dir, **limits) as server:
         yield server
 
 
 @pytest.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
-def make_replica_backend(request: pytest.FixtureRequest, tiny_model_dir: Path) -> MakeBackend:
+def make_replica_backend(request: pytest.FixtureRequest, model_dir: Path) -> MakeBackend:
     if request.param == "local":
-        return lambda: engine_of(tiny_model_dir)
+        return lambda: engine_of(model_dir)
     server: RunningTriton = request.getfixturevalue("one_row_triton")
     return lambda: triton_backend(server)
 
 
 def engine_of(model_dir: Path) -> LocalBackend:
-    return LocalBackend(load_checkpoint(model_dir), EngineConfig(**LIMITS))
+    return LocalBackend(load_model(model_dir), EngineConfig(**LIMITS))
 
 
 @pytest.fixture
-async def alone(tiny_model_dir: Path) -> AsyncIterator[Gateway]:
+async def alone(model_dir: Path) -> AsyncIterator[Gateway]:
     """On an engine of its own, whatever the replicas run on."""
-    async with gateway(engine_of(tiny_model_dir)) as opened:
+    async with gateway(engine_of(model_dir), snapshot_tokens=0) as opened:
         yield opened
 
 
@@ -196,8 +210,8 @@ async def alone(tiny_model_dir: Path) -> AsyncIterator[Gateway]:
 async def pair(redis_single: Topology, make_replica_backend: MakeBackend) -> AsyncIterator[tuple[Gateway, Gateway]]:
     address = parse_redis_url(redis_single.own_url())
     async with (
-        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True) as one,
-        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True) as two,
+        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True, snapshot_tokens=0) as one,
+        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True, snapshot_tokens=0) as two,
     ):
         yield one, two
 
