@@ -32,10 +32,20 @@ from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Shed
 
 IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
-BUSY_FACTOR = 320  # of the limit: tokens after which a session that is never idle gets a snapshot, 13 s of reading
+# What a session that is never idle may write for a token, in bytes of its state: 8 KB for a turn of 64 tokens, half of
+# what such a turn may write. A turn that alone took many tokens may write ten times that.
+BUSY_BYTES = 128
+LONG_TURN_BYTES = 10 * BUSY_BYTES
+AT_ONCE = (
+    8,
+    320,
+)  # in limits, the least and the most tokens after which one is stored at once: 0.3 and 13 s of reading
 REPLAY_S = 0.04  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
 MIN_LIMIT = 16
+# A GPU reads 50,000 tokens in REPLAY_S, more than most sessions have: they would have no snapshot, and a turn after a
+# rest would read all again, for 12 times the device time of its own (benchmarks.sizing). So many take 3 ms.
+MAX_LIMIT = 4_096
 DRAIN_S = 10.0
 SWEEP_S = 1.0  # at least between two searches for idle sessions
 
@@ -43,7 +53,7 @@ SWEEP_S = 1.0  # at least between two searches for idle sessions
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPolicy:
     """`max_bytes`: of states in memory. `limit`: tokens to read again that are worth a snapshot; 0: each turn stores
-    its state; None: as many as are read in REPLAY_S. `idle_s`: see IDLE_S.
+    its state; None: as many as are read in REPLAY_S, at most MAX_LIMIT. `idle_s`: see IDLE_S.
     """
 
     max_bytes: int = 0
@@ -82,7 +92,7 @@ class StateKeeper:
         """Tokens to read again that are worth a snapshot."""
         if self._policy.limit is not None:
             return self._policy.limit
-        return max(MIN_LIMIT, round(REPLAY_S * self._reading.tokens_per_s))
+        return min(max(MIN_LIMIT, round(REPLAY_S * self._reading.tokens_per_s)), MAX_LIMIT)
 
     @property
     def _reading(self) -> ReadingSpeed:
@@ -157,10 +167,7 @@ class StateKeeper:
         hot = HotState(head, snapshot, self._clock(), border=border)
         self._engine.put(hot)
         self._put(hot)
-        # Tokens were read again: the session's turns come from several processes
-        is_moving = num_replayed > 0 and hot.num_unsaved > self.limit
-        is_busy = hot.num_unsaved > BUSY_FACTOR * self.limit
-        if (is_moving or is_busy) and head.key not in self._under_way:
+        if self._is_due_at_once(hot, num_replayed, finished) and head.key not in self._under_way:
             self._write(hot)
         elif self._is_due(hot):
             self._wake_in(self._policy.idle_s)
@@ -216,6 +223,20 @@ class StateKeeper:
     def _is_due(self, hot: HotState) -> bool:
         is_under_way = self._under_way.get(hot.head.key) == hot.head.version
         return not (is_under_way or hot.is_unused_fork) and hot.num_unsaved > self.limit
+
+    def _is_due_at_once(self, hot: HotState, num_replayed: int, finished: Finished) -> bool:
+        """Whether the session needs a snapshot before it is idle."""
+        if num_replayed:  # the session's turns come from several processes
+            return hot.num_unsaved > self.limit
+        num_read = finished.prompt_tokens - finished.cached_tokens + finished.completion_tokens
+        is_long = min(num_read, hot.num_unsaved) > self._tokens_worth(hot, LONG_TURN_BYTES)
+        return is_long or hot.num_unsaved > self._tokens_worth(hot, BUSY_BYTES)
+
+    def _tokens_worth(self, hot: HotState, num_bytes: int) -> int:
+        """Tokens for which the state may be written, at `num_bytes` for each."""
+        least, most = AT_ONCE
+        tokens = hot.snapshot.header.state_bytes // num_bytes
+        return min(max(tokens, least * self.limit), most * self.limit)
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nsm_core.errors import StoreUnavailable
 from nsm_core.state.snapshot import Snapshot
+from service.state import keeper
 from service.state.at_head import copy_with_head_state
 from service.state.copies import create_copy, read_copy
 from service.state.keeper import SnapshotPolicy
@@ -110,14 +111,50 @@ async def written(*all_turns: Any) -> None:
             await asyncio.wait((task,))
 
 
-async def test_a_busy_session_gets_a_snapshot_after_many_tokens() -> None:
+@pytest.mark.parametrize(
+    ("busy_bytes", "expected"),
+    [(128, 8), (1, 40), (0.01, 320)],
+    ids=["no sooner than after 8 limits", "by the bytes of the state", "no later than after 320"],
+)
+async def test_a_busy_session_gets_a_snapshot_after_many_tokens(
+    busy_bytes: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States have 40 bytes."""
+    monkeypatch.setattr(keeper, "BUSY_BYTES", busy_bytes)
     async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
         while (await newest(harness)).snapshot_version == 0:
-            await harness.say(1, 2, 3)
+            await harness.say(1)
             await written(harness.turns)
         head = await newest(harness)
-        assert 320 < head.snapshot_position <= 320 + 8
+        assert expected < head.snapshot_position <= expected + 6
         assert head.snapshot_version == head.version
+
+
+async def test_a_turn_that_took_many_tokens_leaves_a_snapshot_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "BUSY_BYTES", 0.01)
+    async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
+        await harness.say(1)
+        await harness.say(1)
+        await written(harness.turns)
+        assert (await newest(harness)).snapshot_version == 0  # 9 tokens, but in two turns
+        await harness.say(*range(1, 9))
+        await written(harness.turns)
+        head = await newest(harness)
+        assert (head.snapshot_version, head.snapshot_position) == (3, head.position)
+        other = harness.make_turns(harness.backend)
+        harness.turns = other
+        end = await harness.say(9)
+        assert end.finished.replayed_tokens == 0
+
+
+async def test_the_limit_is_what_is_read_in_40_ms_but_not_more_than_a_device_reads_in_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=None)) as harness:
+        mine = harness.turns.keeper
+        for tokens_per_s, limit in ((100.0, 16), (8_000.0, 320), (1_300_000.0, 4_096)):
+            monkeypatch.setattr(mine._reading, "tokens_per_s", tokens_per_s)
+            assert mine.limit == limit
 
 
 async def test_an_idle_session_gets_a_snapshot_if_its_log_is_past_the_limit() -> None:
@@ -249,13 +286,13 @@ class HeldWrites:
 async def test_a_busy_session_has_one_snapshot_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
         writes = HeldWrites(harness, monkeypatch)
-        while (await newest(harness)).position <= 370:
-            await harness.say(1, 2, 3)
+        while (await newest(harness)).position <= 20:
+            await harness.say(1)
         writes.may_go.set()
         await written(harness.turns)
         head = await newest(harness)
         assert harness.sample("nsm_snapshots_total", outcome="stored") == 1.0
-        assert 320 < head.snapshot_position < head.position
+        assert 8 < head.snapshot_position < head.position
 
 
 async def test_a_writer_that_falls_behind_drops_the_oldest_snapshots_and_nothing_else(
