@@ -1,7 +1,8 @@
 """What older snapshots buy and cost: `python -m benchmarks.session_rewind --redis`. Tables, then one line of JSON.
 
 A session of pulse-books over `--turns` turns of `--turn-tokens` tokens of books, once for each number of older
-snapshots (NSM_RETAINED_SNAPSHOTS), all with the states of one reading:
+snapshots (NSM_RETAINED_SNAPSHOTS), all with the states of one reading. Its turns commit their tokens; a state is
+stored, packed, when more than `--snapshot-tokens` came since the last one, as in a session that rests after each turn:
 
 - bytes: what the session takes in SQLite (file size) and Redis (MEMORY USAGE of its keys), against the raw state;
 - rewind: the time of going back so many tokens, the commit included. A rewind makes the session shorter, so each one
@@ -46,6 +47,7 @@ from service.telemetry.metrics.metrics import Metrics
 from service.turns.lease import HeldLease, Leases
 
 KEY = SessionKey("default", "s")
+SNAPSHOT_TOKENS = 320  # what pulse-books reads in 40 ms at 8,000 tokens/s
 PART_TURNS = 100  # states in memory at once
 DISTANCES = (80, 1_600, 6_400, 25_600)
 WITHOUT = 1_600  # without older snapshots each takes the same
@@ -53,11 +55,14 @@ WITHOUT = 1_600  # without older snapshots each takes the same
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreCase:
-    """A store, and what measures the session in it; `state_format`: how states are stored."""
+    """A store, and what measures the session in it; `state_format`: how states are stored, and `snapshot_tokens`: after
+    more than so many tokens, packed; 0: with each turn, as it is.
+    """
 
     store: SessionStore
     max_retained: int
     state_format: StateFormat = StateFormat.FP32
+    snapshot_tokens: int = 0
     redis: Redis | None = None
     path: Path | None = None
 
@@ -90,6 +95,7 @@ async def main() -> None:
         "torch": torch.__version__,
         "turns": args.turns,
         "turn_tokens": args.turn_tokens,
+        "snapshot_tokens": args.snapshot_tokens,
         "state_bytes": backend.model.state_bytes,
         "rows": rows,
     }
@@ -99,11 +105,11 @@ async def main() -> None:
 async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     ids = book_ids(backend, args.turns * args.turn_tokens)
     async with contextlib.AsyncExitStack() as stack:
-        cases = [await stack.enter_async_context(sqlite_case(directory, max_retained)) for max_retained in args.kept]
-        if args.redis:
-            cases += [
-                await stack.enter_async_context(redis_case(directory, max_retained)) for max_retained in args.kept
-            ]
+        cases = [
+            await stack.enter_async_context(open_case(directory, max_retained, snapshot_tokens=args.snapshot_tokens))
+            for open_case in (sqlite_case, redis_case)[: 1 + args.redis]
+            for max_retained in args.kept
+        ]
         await run_turns(backend, cases, ids, args)
         sizes = {(case.max_retained, case.redis is None): await case.num_bytes() for case in cases}
         newest = (await cases[0].store.get(KEY)).position
@@ -137,25 +143,25 @@ def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
 
 @contextlib.asynccontextmanager
 async def sqlite_case(
-    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
+    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32, *, snapshot_tokens: int = 0
 ) -> AsyncIterator[StoreCase]:
     path = directory / f"kept-{max_retained}" / "sessions.db"
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        yield StoreCase(store, max_retained, state_format, path=path)
+        yield StoreCase(store, max_retained, state_format, snapshot_tokens, path=path)
     finally:
         await store.close()
 
 
 @contextlib.asynccontextmanager
 async def redis_case(
-    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
+    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32, *, snapshot_tokens: int = 0
 ) -> AsyncIterator[StoreCase]:
     data = directory / f"redis-{max_retained}"
     data.mkdir(parents=True)
     async with redis_store(data, "everysec") as (store, client):
-        yield StoreCase(store, max_retained, state_format, redis=client)
+        yield StoreCase(store, max_retained, state_format, snapshot_tokens, redis=client)
 
 
 async def run_turns(
@@ -184,9 +190,9 @@ async def run_turns(
         async for event in backend.submit(request).events():
             if isinstance(event, PromptState):
                 new_ids = ids[event.position - args.turn_tokens : event.position]
-                for lease in leases:
+                for case, lease in zip(cases, leases, strict=True):
                     held = await lease.take(KEY, on_lost=lambda error: None)
-                    await commit(backend, held, event, new_ids)
+                    await commit(backend, held, event, new_ids, snapshot_tokens=case.snapshot_tokens)
                 resume = resume_from(backend, event)
             elif isinstance(event, Finished) and event.error is not None:
                 raise event.error
@@ -198,16 +204,18 @@ def resume_from(backend: LocalBackend, event: PromptState) -> Resume:
     )
 
 
-async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new_ids: tuple[int, ...]) -> None:
-    version = held.stored.head.version
-    state_format = held.state_format
-    raw = snapshot_of(
-        backend, event.state, position=event.position, version=version + 1, state_format=state_format
-    ).encode()
+async def commit(
+    backend: LocalBackend, held: HeldLease, event: PromptState, new_ids: tuple[int, ...], *, snapshot_tokens: int
+) -> None:
+    head = held.stored.head
+    version, is_due = head.version, event.position - head.snapshot_position > snapshot_tokens
+    snapshot = snapshot_of(
+        backend, event.state, position=event.position, version=version + 1, state_format=held.state_format
+    )
     await held.commit(
         Commit(
             expected_version=version,
-            snapshot=raw,
+            snapshot=snapshot.encode(is_packed=snapshot_tokens > 0) if is_due else None,
             position=event.position,
             model_fingerprint=backend.model.fingerprint,
             new_ids=new_ids,
@@ -309,6 +317,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1_000)
     parser.add_argument("--turn-tokens", type=int, default=80)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--snapshot-tokens", type=int, default=SNAPSHOT_TOKENS)
     parser.add_argument("--kept", type=int, nargs="+", default=[0, 2, 4])
     parser.add_argument("--redis", action="store_true", help="also in a Redis that is started here")
     return parser.parse_args()

@@ -4,7 +4,8 @@ pulse-books (or `--model`), text of data/books-sample, for each dtype of stored 
 
 - a snapshot: its bytes against those of the raw state; the time to encode and to decode it, the checksum included;
 - a session of `--turns` turns with its log and `--kept` older snapshots: what it stores, and what that takes in SQLite
-  (file size) or Redis (MEMORY USAGE of its keys), against the raw state;
+  (file size) or Redis (MEMORY USAGE of its keys), against the raw state. In fp32 states are packed and follow by policy
+  (see benchmarks.session_rewind); rounded ones are stored with each turn;
 - divergence: the next `--next` tokens of the text, read on from a state that was stored once after `--turn-tokens`
   tokens, and from one that was stored after each of `--saves` turns, against the run that never was. Differences of
   logits, KL divergence of the next token's distribution (nats), share of tokens whose likeliest next token is another.
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measured_model import MEASURED_MODEL
-from benchmarks.session_rewind import KEY, book_ids, redis_case, run_turns, snapshot_of, sqlite_case
+from benchmarks.session_rewind import KEY, SNAPSHOT_TOKENS, book_ids, redis_case, run_turns, snapshot_of, sqlite_case
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -116,7 +117,14 @@ async def measure_sessions(
     open_case = redis_case if args.redis else sqlite_case
     async with contextlib.AsyncExitStack() as stack:
         cases = [
-            await stack.enter_async_context(open_case(directory / state_format.value, max_retained, state_format))
+            await stack.enter_async_context(
+                open_case(
+                    directory / state_format.value,
+                    max_retained,
+                    state_format,
+                    snapshot_tokens=SNAPSHOT_TOKENS if state_format is StateFormat.FP32 else 0,
+                )
+            )
             for state_format in StateFormat
             for max_retained in args.kept
         ]
