@@ -107,7 +107,7 @@ async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespa
     async with contextlib.AsyncExitStack() as stack:
         cases = [
             await stack.enter_async_context(open_case(directory, max_retained, snapshot_tokens=args.snapshot_tokens))
-            for open_case in (sqlite_case, redis_case)[: 1 + args.redis]
+            for open_case in ((sqlite_case, redis_case) if args.redis else (sqlite_case,))
             for max_retained in args.kept
         ]
         await run_turns(backend, cases, ids, args)

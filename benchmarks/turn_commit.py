@@ -148,11 +148,16 @@ def cold_turn(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def large_state(args: argparse.Namespace) -> dict[str, Any]:
-    """Of this checkout alone."""
+    """Of this checkout alone, by store."""
     options = ("--mode", "large", "--turns", str(args.cold_turns), "--state-bytes", str(args.large_mb * 1_000_000))
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
-        found = result(start(ROOT, *options, "--store", f"sqlite:///{directory}/sessions.db"))
-    return {"stored_ms": round(found["stored_ms"]), "ms": [round(one) for one in found["ms"]]}
+        found = {"sqlite": result(start(ROOT, *options, "--store", f"sqlite:///{directory}/sessions.db"))}
+        with redis(directory, "everysec") as (url, _):
+            found["redis"] = result(start(ROOT, *options, "--store", url))
+    return {
+        name: {"stored_ms": round(one["stored_ms"]), "ms": [round(ms) for ms in one["ms"]]}
+        for name, one in found.items()
+    }
 
 
 def main() -> None:

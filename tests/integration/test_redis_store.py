@@ -12,6 +12,7 @@ import pytest
 from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
 from nsm_core.state.snapshot import Snapshot
 from service.stores.records.factory import records_beside
+from service.stores.redis import client as redis_client
 from service.stores.redis.client import Attempt
 from service.stores.redis.keys import Keyspace, SessionKeys
 from service.stores.redis.scripts import REWIND
@@ -282,12 +283,13 @@ async def test_a_lost_index_is_made_again_by_the_next_commits(
 
 
 async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_single: Topology) -> None:
-    snapshot = make_snapshot(version=1).encode()
+    num_floats = 10_000  # more than a script
+    snapshot = make_snapshot(version=1, num_floats=num_floats).encode()
     async with opened_redis(redis_single.own_url(max_value_bytes=len(snapshot) - 1)) as store:
         head = await create(store)
         leased = await acquire(store)
         with pytest.raises(StorageFull, match=rf"of {len(snapshot)} bytes .*max_value_bytes .* is {len(snapshot) - 1}"):
-            await commit_under(store, leased.lease, head)
+            await commit_under(store, leased.lease, head, num_floats=num_floats)
         assert await store.get(KEY) == head
         with pytest.raises(StorageFull):
             await records_beside(store).put(
@@ -295,7 +297,21 @@ async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_sing
             )
         await store.release(leased.lease)
     async with opened_redis(redis_single.own_url(max_value_bytes=len(snapshot) + 1000)) as store:
-        assert (await commit(store, await create(store))).version == 1
+        assert (await commit(store, await create(store), num_floats=num_floats)).version == 1
+
+
+async def test_D5_a_large_snapshot_is_sent_in_pieces(
+    store: RedisSessionStore, redis_single: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_client, "PIECE_BYTES", 100)
+    head = await commit(store, await create(store))
+    assert (await store.load(KEY)).snapshot == make_snapshot(version=1).encode()
+    with redis_single.servers[0].client() as client:
+        num_pieces = client.info("commandstats")["cmdstat_setrange"]["calls"]
+        assert num_pieces >= len(make_snapshot(version=1).encode()) // 100
+        assert client.ttl(store.keys.session(KEY).snapshot) == -1
+    await commit(store, head)
+    assert (await store.load(KEY)).snapshot == make_snapshot(version=2).encode()
 
 
 async def test_D5_lease_head_and_snapshot_come_in_one_round_trip(

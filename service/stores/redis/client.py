@@ -35,6 +35,7 @@ COMMIT_PATIENCE_S = 5.0  # a turn's work is at stake, and its lease lives longer
 FIRST_PAUSE_S = 0.02  # between attempts; doubles, with jitter
 MAX_PAUSE_S = 0.5
 READ_BYTES = 1024 * 1024  # at once: snapshots are megabytes
+PIECE_BYTES = 16 * 1024 * 1024  # of a value that is written: the server answers nobody else meanwhile
 KEYS_AT_ONCE = 1000  # of a scan: the server answers nobody else meanwhile
 HEALTH_CHECK_S = 15  # an idle connection is pinged before it is used again
 UNBOUNDED = 2**31  # of redis-py's pools: ours is the bound
@@ -96,7 +97,9 @@ class Attempt:
         return answers
 
     def _require_small(self, args: tuple[Any, ...]) -> None:
-        """Raises StorageFull. A value that is huge would fill the server's buffers and hold up everybody's commands."""
+        """Raises StorageFull. A command that is huge would fill the server's buffers and hold up everybody's commands,
+        and a value beyond `proto-max-bulk-len` is not taken at all.
+        """
         num_bytes = max(len(arg) for arg in args if isinstance(arg, bytes | str))
         if num_bytes > self._max_value_bytes:
             raise StorageFull(
@@ -104,6 +107,17 @@ class Attempt:
                 f"{self._max_value_bytes})",
                 retry_after_s=None,
             )
+
+    async def set_in_pieces(self, key: str, value: bytes, *, expire_s: int) -> None:
+        """A value at a key that only this attempt writes; it is whole when this returns. Raises StorageFull.
+
+        What is large comes in several commands, between which the server serves others.
+        """
+        self._require_small((value,))
+        await self.command("SET", key, value[:PIECE_BYTES], "EX", expire_s)
+        for start in range(PIECE_BYTES, len(value), PIECE_BYTES):
+            piece = value[start : start + PIECE_BYTES]
+            await self.together(("SETRANGE", key, start, piece), ("EXPIRE", key, expire_s))
 
     async def script_and_get(self, script: Script, keys: Sequence[str], *args: Any, key: str) -> tuple[Any, Any]:
         """A script's answer and then a value, in one round trip: megabytes do not pass through Lua."""

@@ -27,8 +27,8 @@ class RedisAddress:
     """A parsed NSM_STORE; `str()` of it is fit for logs.
 
     `service`: the name of the master that the Sentinels watch. `pool_timeout_s`: how long a call waits for one of the
-    `max_connections`; `socket_timeout_s`: how long it waits for the server. `max_value_bytes`: of any one value that is
-    sent. `tls_*`: paths of PEM files.
+    `max_connections`; `socket_timeout_s`: how long it waits for the server. `max_value_bytes`: of any one value; the
+    default is Redis' own bound (`proto-max-bulk-len`). `tls_*`: paths of PEM files.
     """
 
     topology: Topology
@@ -49,7 +49,7 @@ class RedisAddress:
     pool_timeout_s: float = 2.0
     connect_timeout_s: float = 2.0
     socket_timeout_s: float = 5.0
-    max_value_bytes: int = 128 * 1024 * 1024
+    max_value_bytes: int = 512 * 1024 * 1024
 
     def __str__(self) -> str:
         scheme = next(name for name, kind in SCHEMES.items() if kind == (self.topology, self.is_tls))

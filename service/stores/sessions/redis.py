@@ -436,9 +436,10 @@ class RedisSessionStore:
         self._largest_bytes = max(self._largest_bytes, len(snapshot or b""))
 
         async def work(attempt: Attempt) -> tuple[str, Any]:
+            staged = f"{nonce}-{attempt.number}"  # what an earlier attempt sent may still come
             if snapshot is not None:
-                await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
-            status, *answer = await attempt.script(script, keys.all(nonce), *args)
+                await attempt.set_in_pieces(keys.staged(staged), snapshot, expire_s=STAGED_S)
+            status, *answer = await attempt.script(script, keys.all(staged), *args)
             if status == b"unstaged":  # lost with a server that failed in between
                 raise TryAgainError("the staged snapshot is gone")
             return status.decode(), answer[0] if answer else {}
