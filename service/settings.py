@@ -212,7 +212,10 @@ class Settings(BaseSettings):
     )
     snapshot_tokens: Annotated[
         int | None,
-        Shown(default="as many as the server reads in 40 ms", page="[snapshots](sessions.md#when-states-are-stored)"),
+        Shown(
+            default="as many as the server reads in 40 ms, at most 4,096",
+            page="[snapshots](sessions.md#when-states-are-stored)",
+        ),
     ] = Field(
         default=None,
         ge=0,
