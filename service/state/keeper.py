@@ -32,10 +32,10 @@ from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Shed
 
 IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
-# What a session that is never idle may write for a token, in bytes of its state: 8 KB for a turn of 64 tokens, half of
-# what such a turn may write. A turn that alone took many tokens may write ten times that.
-BUSY_BYTES = 128
-LONG_TURN_BYTES = 10 * BUSY_BYTES
+# What a session that is never idle may write for a token, in bytes of its state: 5.8 KB for a turn of 64 tokens. The
+# rest of such a turn is 11 KB with Redis and `appendfsync always`, and both together are to be 16 KB.
+BUSY_BYTES = 90
+LONG_TURN_BYTES = 1_280  # a turn that alone took many tokens may write more
 AT_ONCE = (
     8,
     320,

@@ -113,7 +113,7 @@ async def written(*all_turns: Any) -> None:
 
 @pytest.mark.parametrize(
     ("busy_bytes", "expected"),
-    [(128, 8), (1, 40), (0.01, 320)],
+    [(90, 8), (1, 40), (0.01, 320)],
     ids=["no sooner than after 8 limits", "by the bytes of the state", "no later than after 320"],
 )
 async def test_a_busy_session_gets_a_snapshot_after_many_tokens(
