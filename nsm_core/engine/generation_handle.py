@@ -58,6 +58,10 @@ class GenerationHandle:
         self.is_cancelled = True
         self._cancel(self.request.request_id)
 
+    def move(self, cancel: Callable[[str], None]) -> None:
+        """Another engine has the request from now on; `cancel` as at the start."""
+        self._cancel = cancel
+
     def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on the request ends soon after its deadline, whatever the engine's thread does."""
         deadline = self.request.deadline

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nsm_core.engine.generation_handle import GenerationHandle
@@ -33,6 +33,7 @@ logger = logging.getLogger("nsm.engine")
 HEARTBEAT_LIMIT_S = 5.0  # an engine that tells nothing for so long hangs
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0  # between tries to reach an engine that was lost
 STOP_S = 3.0  # for the last events of requests that are stopped
+MoveOn = Callable[[GenerationHandle], bool]  # gives a request to another engine; False where none has room
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class ProcessBackend:
         self._numbers = itertools.count()
         self._handles: dict[int, GenerationHandle] = {}
         self._num_sampled: dict[int, int] = {}  # by the number of the request
+        self._move_on: dict[int, MoveOn] = {}
         self._by_id: dict[str, int] = {}
         self._questions: dict[int, asyncio.Future[wire.Answer]] = {}
         self._status = EngineStats()
@@ -139,7 +141,16 @@ class ProcessBackend:
         if self.load >= self.max_requests:
             raise Overloaded(f"the queue is full: the engine takes {self.max_requests} requests")
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle:
+    def has_room(self) -> bool:
+        """Whether `require_room` would not raise."""
+        try:
+            self.require_room()
+        except (EngineDead, Overloaded):
+            return False
+        return True
+
+    def submit(self, request: GenerationRequest, *, move_on: MoveOn | None = None) -> GenerationHandle:
+        """`move_on`: called, instead of the request's end, where the engine turns out to be full."""
         if self.has_request(request.request_id):
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         self.require_room()
@@ -147,13 +158,25 @@ class ProcessBackend:
             raise EngineDead("the backend was not started")
         self._check.check(request)
         text = TokenText(self.tokenizer, request) if request.has_free_text else None
-        handle, number = GenerationHandle(request, self._cancel, self._pace, text), next(self._numbers)
+        handle = GenerationHandle(request, self._cancel, self._pace, text)
         handle.start_timer(asyncio.get_running_loop())
+        self._give(handle, move_on)
+        return handle
+
+    def take_over(self, handle: GenerationHandle, *, move_on: MoveOn | None = None) -> None:
+        """A request that another engine refused, before its first event; there is room."""
+        handle.move(self._cancel)
+        self._give(handle, move_on)
+
+    def _give(self, handle: GenerationHandle, move_on: MoveOn | None) -> None:
+        """The request goes to the engine."""
+        request, number = handle.request, next(self._numbers)
         self._handles[number], self._by_id[request.request_id] = handle, number
         self._num_sampled[number] = len(request.sampled_ids)
+        if move_on is not None:
+            self._move_on[number] = move_on
         self._has_none.clear()
         self._send(wire.Submit(number, self._of_engine(request)))
-        return handle
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._ask(wire.AskGrammar(next(self._numbers), grammar))
@@ -331,15 +354,20 @@ class ProcessBackend:
             self._num_sampled[number] = index
             self._handles[number].deliver(TokenEvent(index=index, token_id=token_id, text=text))
         for number, end in step.ends:
-            end = self._of_all(end)
-            num_tokens = self._handles[number].num_tokens
-            if isinstance(end.error, Overloaded) and not num_tokens:  # as others filled it: until it tells otherwise
-                self._num_others = max(self._num_others, self.max_requests)
-            if end.error is not None and end.completion_tokens < num_tokens:  # of one who did not see the tokens
-                end = dataclasses.replace(end, completion_tokens=num_tokens)
-            self._handles[number].deliver(end)
-            self._forget(number)
+            self._end_request(number, self._of_all(end))
         self._pace.step_ended()
+
+    def _end_request(self, number: int, end: Finished) -> None:
+        """Its last event, unless the engine is full and another one takes it."""
+        handle, move_on = self._handles[number], self._move_on.get(number)
+        self._forget(number)
+        if isinstance(end.error, Overloaded) and not handle.num_tokens:
+            self._num_others = max(self._num_others, self.max_requests)  # others filled it: until it tells otherwise
+            if move_on is not None and move_on(handle):
+                return
+        if end.error is not None and end.completion_tokens < handle.num_tokens:  # of one who did not see the tokens
+            end = dataclasses.replace(end, completion_tokens=handle.num_tokens)
+        handle.deliver(end)
 
     def _of_engine(self, request: GenerationRequest) -> GenerationRequest:
         """With the engine's own number of the held state that it starts from."""
@@ -358,6 +386,7 @@ class ProcessBackend:
 
     def _forget(self, number: int) -> None:
         handle = self._handles.pop(number)
+        self._move_on.pop(number, None)
         del self._num_sampled[number], self._by_id[handle.request.request_id]
         if not self._handles:
             self._has_none.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -76,12 +77,26 @@ class DevicesBackend:
         if request.resume is not None and request.resume.held is not None:
             return self._owner(request.resume.held).submit(request)
         choice = self._with_room()
-        engine = min(choice, key=lambda engine: (engine.load, self._picked_at[engine]))
+        engine = self._least_busy(choice)
         if request.shared_prompt is not None:
             engine = self._engine_of_prompt(request.shared_prompt.name, engine, choice)
         self._num_picks += 1
         self._picked_at[engine] = self._num_picks
-        return engine.submit(request)
+        return engine.submit(request, move_on=functools.partial(self._move_on, frozenset((engine,))))
+
+    def _move_on(self, tried: frozenset[ProcessBackend], handle: GenerationHandle) -> bool:
+        """Gives a request that the engines `tried` refused to another one; each gets it once."""
+        if handle.has_ended or handle.is_cancelled:
+            return False
+        choice = [engine for engine in self._engines if engine not in tried and engine.has_room()]
+        if not choice:
+            return False
+        engine = self._least_busy(choice)
+        engine.take_over(handle, move_on=functools.partial(self._move_on, tried | {engine}))
+        return True
+
+    def _least_busy(self, choice: Sequence[ProcessBackend]) -> ProcessBackend:
+        return min(choice, key=lambda engine: (engine.load, self._picked_at[engine]))
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._any().check_grammar(grammar)

@@ -54,6 +54,40 @@ async def test_requests_are_spread_and_refused_when_all_are_full(tiny_tokenizer:
             assert (await end_of(generation)).reason == "abort"
 
 
+async def test_a_request_that_an_engine_refuses_late_goes_to_the_next(tiny_tokenizer: Tokenizer) -> None:
+    """Requests that the gateway does not know of, as those of another one that it has not heard of yet."""
+    engines = [local_backend(tiny_tokenizer, max_slots=1, queue_limit=0) for _ in range(3)]
+    body = {"prompt": "x", "max_tokens": 3, "seed": 1, "ignore_eos": True}
+    async with (
+        engine_backends(*engines) as backends,
+        gateway(DevicesBackend([("cpu", backend) for backend in backends])) as server,
+    ):
+        fillings, texts = [], []
+        for engine in engines:
+            fillings.append(engine.submit(make_request("fills", max_tokens=ENDLESS)))
+            await anext(fillings[-1].events())
+            answer = await server.client.post("/v1/completions", json=body)
+            texts.append(answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.status_code)
+        assert texts == [texts[0], texts[0], 503]
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert int(answer.headers["retry-after"]) > 0
+        for filling in fillings:
+            filling.cancel()
+            await end_of(filling)
+
+
+async def test_a_request_that_moved_on_is_cancelled_where_it_is(tiny_tokenizer: Tokenizer) -> None:
+    engines = [local_backend(tiny_tokenizer, max_slots=1, queue_limit=0) for _ in range(2)]
+    async with devices_backend(*engines) as backend:
+        filling = engines[0].submit(make_request("fills", max_tokens=ENDLESS))
+        await anext(filling.events())
+        moved = await begun(backend, "moves")
+        assert [stats.num_requests for stats in backend.device_stats()][1] == 1
+        for generation in (moved, filling):
+            generation.cancel()
+            assert (await end_of(generation)).reason == "abort"
+
+
 async def test_choices_of_one_prompt_go_to_one_engine(tiny_tokenizer: Tokenizer) -> None:
     async with devices_backend(*(local_backend(tiny_tokenizer, max_slots=4) for _ in range(2))) as backend:
         requests = [make_request(str(number), random_ids(1, 70), max_tokens=4, seed=number) for number in range(3)]
