@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -91,17 +92,19 @@ def run_gateway(
     *,
     is_announced: bool = True,
     started: Callable[[], None] = lambda: None,
+    alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`.
 
-    `is_announced`: whether it logs the start line. `started`: called once connections are accepted.
+    `is_announced`: whether it logs the start line. `started`: called once connections are accepted. `alive`: around
+    the time in which they are.
     """
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
     app = create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
     config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(app, config, sock, is_announced=is_announced, started=started))
+        runner.run(serve(app, config, sock, is_announced=is_announced, started=started, alive=alive))
 
 
 async def serve(
@@ -111,8 +114,9 @@ async def serve(
     *,
     is_announced: bool = True,
     started: Callable[[], None] = lambda: None,
+    alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> None:
-    """The application's whole life; errors of its start are raised, not logged. `started`: see run_gateway."""
+    """The application's whole life; errors of its start are raised, not logged. `started`, `alive`: see run_gateway."""
     services: Services = app.state.services
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
@@ -121,7 +125,8 @@ async def serve(
             await warn_of_other_model(services)
         freeze_objects()
         try:
-            await GracefulServer(config, services, line, started).serve(sockets=[sock])
+            async with alive():
+                await GracefulServer(config, services, line, started).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
             raise cannot_listen(host, port, error) from error
     logger.info("stopped")

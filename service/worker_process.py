@@ -73,7 +73,8 @@ def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReport
         return engines[0][1] if len(engines) == 1 else DevicesBackend(engines)
 
     with socket.socket(fileno=given["http_fd"]) as sock:
-        run_gateway(settings, sock, make, is_announced=given["number"] == 0, started=reporter.ready)
+        is_first, pulse = given["number"] == 0, Pulse(given["pulse_fd"])
+        run_gateway(settings, sock, make, is_announced=is_first, started=reporter.ready, alive=pulse.beating)
 
 
 def _end_with_supervisor() -> None:

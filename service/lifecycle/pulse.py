@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 SILENT_S = 60.0  # as long as a step may hang: the next process has to load the model
 SAMPLE_S = 1.0  # between two looks; the child is to beat about as often
@@ -22,6 +22,21 @@ class Pulse:
     def beat(self) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a supervisor that does not look, or is gone
             os.write(self._fd, b".")
+
+    @contextlib.asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """The running event loop beats while the block runs: no beat comes where it is stuck."""
+        task = asyncio.create_task(self._beat_on())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _beat_on(self) -> None:
+        while True:
+            self.beat()
+            await asyncio.sleep(SAMPLE_S)
 
 
 async def falls_silent(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -133,6 +134,41 @@ async def test_an_engine_that_was_stopped_is_replaced(
         await eventually(lambda: answers(backend), seconds=WAIT_S)
         assert engine.pid != stopped.pid
         assert restarts == ["engine"]
+
+
+async def test_a_worker_that_was_stopped_is_replaced(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", 5.0)
+    restarts = list[str]()
+    async with supervised_engine(tiny_model_dir, tmp_path) as (engine, _, _):
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            settings = Settings(model=tiny_model_dir, num_threads=1, device="cpu", store="memory")
+            path = str(tmp_path / "engine.sock")
+            worker = workers.Process(
+                "worker 1",
+                settings,
+                restarted=restarts.append,
+                http_fd=sock.fileno(),
+                engines=[("cpu", path)],
+                number=0,
+            )
+            supervising = asyncio.create_task(worker.supervise())
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+                await asyncio.wait_for(worker.is_ready.wait(), WAIT_S)
+                assert (await client.get("/health/live")).status_code == 200
+                assert worker.pid is not None
+                stopped = psutil.Process(worker.pid)
+                stopped.suspend()
+                with pytest.raises(httpx.TransportError):  # the connection that it has goes with it
+                    await client.get("/health/live")
+                answer = await client.post("/v1/completions", json={**BODY, "max_tokens": 4})
+                assert answer.json()["usage"]["completion_tokens"] == 4
+                assert worker.pid != stopped.pid
+                assert (restarts, engine.is_ready.is_set()) == (["worker"], True)
+            await worker.stop(within_s=WAIT_S)
+            await supervising
 
 
 async def ends_with_its_engine(events: AsyncIterator[Event]) -> None:

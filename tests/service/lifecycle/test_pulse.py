@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -63,3 +64,12 @@ def test_a_child_does_not_wait_for_a_supervisor_that_does_not_look(children: lis
         child._pulse.beat()
     os.close(child.reading_fd)
     child._pulse.beat()
+
+
+async def test_a_loop_beats_while_its_work_runs(children: list[Child]) -> None:
+    child = Child([])
+    children.append(child)
+    async with child._pulse.beating():
+        await asyncio.sleep(0)
+        assert os.read(child.reading_fd, 16) == b"."
+    os.close(child.reading_fd)
