@@ -93,13 +93,18 @@ class Instances:
             await asyncio.wait(self._served)
 
     def names(self) -> tuple[str, ...]:
-        """Of all instances, in rising order."""
-        return tuple(sorted(path.name for path in self._directory.iterdir()))
+        """Of all instances that take calls, in rising order."""
+        with contextlib.suppress(FileNotFoundError):  # the last one has stopped
+            return tuple(sorted(path.name for path in self._directory.iterdir()))
+        return ()
 
     async def hand_on(self, name: str, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
         """Gives a call to another instance, and its answers to the responder. Raises InvalidRequest, EngineDead."""
-        if name not in self.names():
-            refuse("instance", f"one of {', '.join(self.names())}", name)
+        names = self.names()
+        if self.name not in names:  # the others do so too
+            raise EngineDead("the worker is stopping")
+        if name not in names:
+            refuse("instance", f"one of {', '.join(names)}", name)
         try:
             reader, writer = await asyncio.open_unix_connection(self._path(name))
         except OSError as error:

@@ -356,8 +356,6 @@ class Worker:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_s
-        if self._instances is not None:
-            self._instances.stop_listening()
         for link in self._links.values():
             link.drain()
         while self._tasks and time.monotonic() < deadline and self._engine.is_ready():
@@ -373,5 +371,6 @@ class Worker:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=ABORT_S)
-        if self._instances is not None:
+        if self._instances is not None:  # not before: calls that cancel what runs come through the others too
+            self._instances.stop_listening()
             await self._instances.close(ABORT_S)

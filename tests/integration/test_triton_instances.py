@@ -79,8 +79,7 @@ async def test_T5_sessions_stay_with_their_instance_and_a_stop_breaks_no_stream(
         assert backend.upstream_stats().num_failovers == 0
     finally:
         await backend.stop()
-    # 70, 1: Triton did not let the model go, although every call had its last answer
-    assert await asyncio.to_thread(server.process.wait, 60) in (0, 1, 70)
+    assert await asyncio.to_thread(server.process.wait, 60) == 0
 
 
 async def test_an_instance_that_is_not_there_is_refused_by_name(
@@ -95,3 +94,20 @@ async def test_an_instance_that_is_not_there_is_refused_by_name(
         assert isinstance(caught.value.failure.error, InvalidRequest)
         assert "one of nsm_0_0, nsm_0_1" in str(caught.value)
     await channel.close()
+
+
+async def test_a_server_that_answered_many_calls_lets_its_model_go(
+    tmp_path: Path, tiny_model_dir: Path, server: RunningTriton
+) -> None:
+    """Triton 2.51 keeps calls that are cancelled while it sends their last answers; about one in a hundred did."""
+    if not server.is_running:
+        server.start()
+    channel = TritonChannel(server.grpc_url)
+
+    async def ask() -> None:
+        for _ in range(50):
+            await channel.ask(encode_call(StatusCall()), timeout_s=60)
+
+    await asyncio.gather(*(ask() for _ in range(8)))
+    await channel.close()
+    assert await asyncio.to_thread(server.stop) == 0

@@ -147,19 +147,19 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         async def read() -> None:
             async for request in request_iterator:
                 tasks.add(asyncio.create_task(self._answer_into(answers, request, context)))
-            await asyncio.wait(tasks)
+            await asyncio.gather(*tasks)
             answers.put_nowait(None)
 
-        tasks.add(asyncio.create_task(read()))
+        reading = asyncio.create_task(read())
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, str):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, answer)
                 yield answer
         finally:
-            for task in tasks:
+            for task in (reading, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(reading, *tasks, return_exceptions=True)
 
     async def _answer_into(self, answers: asyncio.Queue[Any], request: Any, context: Any) -> None:
         """A string there ends the stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from service.backends.triton.tls import TritonTls, explained, is_unexplained
 
 MODEL = "nsm"
 UNLOADING = "has no available versions"  # what Triton says of a model whose last streams may still run
+FINISH_S = 2.0  # for the server to end a stream of which all calls have their last answers
 LENGTH_BYTES = 4  # in front of each string of a BYTES tensor
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),  # a state has megabytes
@@ -70,7 +72,12 @@ class TritonChannel:
         stream = self.open(timeout_s=timeout_s, instance=instance)
         try:
             await stream.send(tensors)
-            return await stream.receive()
+            answer = await stream.receive()
+            await stream.finish()
+            return answer
+        except CallFailed:
+            await stream.finish()
+            raise
         finally:
             stream.cancel()
 
@@ -130,6 +137,23 @@ class TritonStream:
             failure = decode_failure(response.error_message)
             raise failure.error if isinstance(failure.error, EngineDead) else CallFailed(failure)
         return _tensors(response.infer_response)
+
+    async def end_calls(self) -> None:
+        """No more are sent; the server ends the stream after its last answer. Whatever breaks, `receive` tells."""
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self._call.done_writing()
+
+    async def finish(self) -> None:
+        """Lets the server end it, after the last answer.
+
+        A call that is cancelled just then may stay in Triton 2.51 for ever, and with it the model, so that the server
+        does not stop before its time-out.
+        """
+        with contextlib.suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            async with asyncio.timeout(FINISH_S):
+                await self._call.done_writing()
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
 
     def cancel(self) -> None:
         """Idempotent, also after the end."""

@@ -29,6 +29,7 @@ from nsm_core.wire.link import (
 from nsm_core.wire.tensors import MESSAGES, read_bytes
 from service.backends.triton.channel import CallFailed, ServerStopping, TritonChannel, TritonStream
 
+LEAVE_S = 3.0  # for the server to end the calls of a gateway that leaves
 Received = TypeVar("Received")
 
 
@@ -59,8 +60,8 @@ class Receiver(Protocol):
 
 
 class TritonLink:
-    """`open` once, then `cut`. `instance`: of the server, None for any. `pace`: of diverted tokens; `on_loss`: called
-    when the link breaks by itself.
+    """`open` once, then `cut` or `leave`. `instance`: of the server, None for any. `pace`: of diverted tokens;
+    `on_loss`: called when the link breaks by itself.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TritonLink:
         self._has_words = asyncio.Event()
         self._num_answers = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._leaving: asyncio.Task[None] | None = None
         self._end: EngineDead | None = EngineDead("the link is not open")
         self._is_closing = False
 
@@ -140,17 +142,44 @@ class TritonLink:
         if self._end is not None:
             return
         self._end = error
-        for task in self._tasks:
-            task.cancel()
-        for stream in self._streams:
-            stream.cancel()
+        self._cancel()
+        self._lose_all(error)
+
+    def _lose_all(self, error: EngineDead) -> None:
         receivers, self._receivers = list(self._receivers.values()), {}
         for receiver in receivers:
             receiver.lose(error)
 
     def _close_if_idle(self) -> None:
-        if self._is_closing and not self._receivers:
-            self.cut(EngineDead("the Triton server is stopping"))
+        if self._is_closing and not self._receivers and self._end is None:
+            self._end = EngineDead("the Triton server is stopping")
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def leave(self, error: EngineDead) -> None:
+        """`cut` in good order: returns when the server has ended the calls, or a few seconds later."""
+        if self._end is None:
+            self._end = error
+            self._leaving = asyncio.create_task(self._leave())
+            self._lose_all(error)
+        if self._leaving is not None:
+            await asyncio.wait((self._leaving,))
+
+    async def _leave(self) -> None:
+        """Lets calls end that are about to, see `TritonStream.finish`. So is the link where the server stops."""
+        link, posts = self._streams
+        ending, tasks = ([posts], self._tasks[1:]) if not self._is_closing else (self._streams, self._tasks)
+        self._has_words.set()  # for the last call
+        await link.end_calls()
+        _, late = await asyncio.wait(tasks, timeout=LEAVE_S)
+        if not late:
+            await asyncio.gather(*(stream.finish() for stream in ending))
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.cancel()
 
     def _queue(self, message: ToWorker) -> None:
         """With all others until the loop comes to it: each call costs the server as much as an answer."""
@@ -161,6 +190,9 @@ class TritonLink:
         while True:
             await self._has_words.wait()
             self._has_words.clear()
+            if self._end is not None:
+                await stream.end_calls()
+                return
             messages, self._outbox = self._outbox, []
             number = next(self._num_posts)
             self._note_posted(number, messages)

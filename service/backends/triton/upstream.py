@@ -152,7 +152,7 @@ class Upstream:
     async def close(self) -> None:
         """Requests that still run are lost."""
         if self._link is not None:
-            self._link.cut(EngineDead("the backend is stopping"))
+            await self._link.leave(EngineDead("the backend is stopping"))
         await asyncio.gather(self._channel.close(), self._control.close())
 
     async def _beat(self) -> None:

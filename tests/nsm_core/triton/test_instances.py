@@ -13,10 +13,10 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import encode_call
-from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, LinkCall, PostCall, ResumePoint
-from nsm_core.wire.description import decode_description
+from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, LinkCall, PostCall, ResumePoint, StatusCall
+from nsm_core.wire.description import decode_description, decode_status
 from nsm_core.wire.errors import StateMissing
-from nsm_core.wire.link import LinkStep, Start, decode_to_gateway, encode_to_worker
+from nsm_core.wire.link import Cancel, LinkStep, Start, decode_to_gateway, encode_to_worker
 from tests.nsm_core.engine.harness import FINGERPRINT, small_model
 from tests.nsm_core.triton.fake_triton import FakeResponder, worker_config
 from tests.support.models import as_loaded
@@ -52,8 +52,34 @@ def pair(tiny_tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Pair]:
     for worker in workers:
         if worker.status().is_ready:
             worker.stop()
+    assert_nothing_left(tmp_path)
+
+
+def assert_nothing_left(tmp_path: Path) -> None:
     assert not (tmp_path / "sockets").exists()
     assert str(tmp_path) not in Path("/proc/net/unix").read_text()  # no connection was left open
+
+
+def test_calls_come_to_an_instance_that_lets_its_requests_end(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    loaded = as_loaded(small_model(), tiny_tokenizer, fingerprint=FINGERPRINT)
+    config = worker_config(max_slots=2, token_budget=32, queue_limit=3, kept_states_mb=1, drain_s=600.0)
+    pair = Pair(*(Worker(loaded, config, instance=(name, tmp_path / "sockets")) for name in ("one", "two")))
+    for worker in (pair.one, pair.two):
+        worker.start()
+    link = pair.ask(LinkCall("a"), "two")
+    wait_until(lambda: len(link.answers) == 1, "the link")
+    pair.ask(PostCall("a", 0, encode_to_worker([Start(0, ENDLESS)])), "two").wait()
+    wait_until(lambda: len(link.answers) > 1, "the first step")
+    stops = [worker.begin_stop() for worker in (pair.one, pair.two)]
+    assert not decode_status(pair.ask(StatusCall(), "two").wait().answers[0]).is_ready
+    pair.ask(PostCall("a", 1, encode_to_worker([Cancel(0)])), "two").wait()
+    assert isinstance(error_of(link), EngineDead)
+    for stop in stops:
+        stop.result(60)
+    assert isinstance(error_of(pair.ask(StatusCall(), "two")), EngineDead)
+    for worker in (pair.one, pair.two):
+        worker.stop()
+    assert_nothing_left(tmp_path)
 
 
 def error_of(responder: FakeResponder) -> Exception:
