@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -21,7 +22,7 @@ from nsm_core.model.router import Router
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.devices import resolve_precision
 from nsm_lab.evaluation.mqar.config import MqarConfig
-from nsm_lab.evaluation.mqar.data import Examples, Task, generate
+from nsm_lab.evaluation.mqar.data import TEST_TASKS, TRAIN_TASKS, Examples, Task, generate
 from nsm_lab.evaluation.mqar.report import Accuracy, Epoch, MqarReport, count_state
 from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
@@ -78,10 +79,7 @@ class Recall:
 
     def _generate(self, tasks: tuple[Task, ...], seed: tuple[int, int]) -> list[Batch]:
         vocab_size = self.config.model.vocab_size
-        return [
-            self._on_device(generate(task, np.random.default_rng((*seed, number)), vocab_size))
-            for number, task in enumerate(tasks)
-        ]
+        return [self._on_device(_generated(task, (*seed, number), vocab_size)) for number, task in enumerate(tasks)]
 
     def _on_device(self, examples: Examples) -> Batch:
         arrays = (examples.ids, examples.positions, examples.values)
@@ -180,6 +178,12 @@ class Recall:
             versions=versions(),
             created=utc_now(),
         )
+
+
+@functools.lru_cache(maxsize=len(TRAIN_TASKS) + len(TEST_TASKS))
+def _generated(task: Task, seed: tuple[int, ...], vocab_size: int) -> Examples:
+    """Kept, because runs that follow each other in a process often have the same examples."""
+    return generate(task, np.random.default_rng(seed), vocab_size)
 
 
 def lr_factor(progress: float, warmup: float) -> float:
