@@ -31,6 +31,17 @@ def unit_route(logits: Tensor) -> Tensor:
     return F.normalize(logits, dim=-1)
 
 
+def crowding(routes: Tensor) -> Tensor:
+    """routes [..., H, M] of unit length -> [], the mean over heads of log(M / dimensions that the routes take up).
+
+    0 when they are spread evenly over all M, log M when all are the same. The dimensions are the participation ratio
+    of their second moments.
+    """
+    flat = routes.flatten(0, -3).float()
+    moments = torch.einsum("nhi,nhj->hij", flat, flat) / flat.shape[0]
+    return (routes.shape[-1] * moments.square().sum(dim=(-1, -2))).log().mean()
+
+
 class ContextTaps(nn.Module):
     """Weights [taps, channels] of the convolutions, their last row for the token itself: of routes that are read, of
     routes that are written, and of values."""
@@ -72,6 +83,9 @@ class KeyedMixer(Mixer):
         self.out_norm, self.skip = nn.Parameter(torch.ones(inner)), nn.Parameter(torch.ones(inner))
         self.out = nn.Linear(inner, d, bias=False)
         init_projections(self.project, out=self.out)
+        # with `has_penalties`, each call in training leaves the crowding of its written routes here, for the loss
+        self.has_penalties = False
+        self.penalties: list[Tensor] = []
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """`slots` [H,M,V]; `conv_tail`: routes and values of the last tokens, before the convolution."""
@@ -85,6 +99,8 @@ class KeyedMixer(Mixer):
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
         tokens, gate, tail = self.tokens(x, state["conv_tail"], segments)
+        if self.training and self.has_penalties:
+            self.penalties.append(crowding(tokens["k"]))
         read, slots = keyed_scan(**tokens, state=state["slots"], reset=segments.reset)
         return self._output(read, tokens["v"], gate), {"slots": slots, "conv_tail": tail}
 

@@ -72,6 +72,10 @@ HELP = {
     "start": "model directory whose weights the run begins with; default: new ones",
     "keep_strengths": "as 0.05,0.018,0.0066: so many heads of each keyed layer are made to keep what they hold, and "
     "write no more than this of a token, but for what the token adds; default none",
+    "keep_context": "with heads that keep: how much a strength may depend on the token; 0: not at all, 1 (default): so "
+    "much that a head may write ten thousand times as strongly as its bound",
+    "recall_loss": "answers (default): of inserted facts what a question asks for counts alone; all: every word does",
+    "first_answer": "weight in the loss of the first token of an answer (default 3, that of its others)",
     "recall_end": "the share of --recall at the end of the run, reached in a straight line; default: the same",
     "resume": "go on from the last save in --out",
 }

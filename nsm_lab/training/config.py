@@ -34,14 +34,18 @@ class TrainConfig:
     clip: float = 1.0
     balance_loss: float = 0.0  # weight of the penalty on uneven use of slots, a layer; 0: not computed
     z_loss: float = 0.0  # weight of the penalty on large router logits, a layer; 0: not computed
+    key_spread: float = 0.0  # weight of the penalty on written routes that resemble each other, a keyed layer
     dropout: float = 0.0
     carry: float = 0.5
     recall: float = 0.0  # share of the training tokens that repeat or ask for what the same document said before
     recall_end: float | None = None  # the share at the end of the run, reached in a straight line; None: the same
+    recall_loss: str = "answers"  # answers: what a question asks for, and passages; all: every word that is inserted
+    first_answer: int = 3  # weight in the loss of the first token of an answer; its other tokens weigh 3
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
     loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
     keep_strengths: tuple[float, ...] = ()  # of heads that are made to keep, in each keyed layer: the most they write
+    keep_context: float = 1.0  # most that a kept head's strength may depend on the token: the length of its row
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
@@ -64,10 +68,13 @@ class TrainConfig:
         if self.recall_end is not None:
             self._require(self.recall > 0, "recall_end", "left out without recall")
             self._require(0.0 < self.recall_end < 1.0, "recall_end", "in (0, 1)")
-        for name in ("balance_loss", "z_loss"):
+        for name in ("balance_loss", "z_loss", "key_spread"):
             self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
+        self._require(self.recall_loss in ("answers", "all"), "recall_loss", "answers or all")
+        self._require(1 <= self.first_answer <= 255, "first_answer", "in [1, 255]")
+        self._require(0.0 <= self.keep_context < math.inf, "keep_context", "a number of at least 0")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
         self._require(0.0 <= self.loops < 0.5, "loops", "in [0, 0.5)")
         self._require(self.loops == 0 or self.recall > 0, "loops", "0 without recall")

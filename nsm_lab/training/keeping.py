@@ -44,11 +44,13 @@ def make_keeping_heads(model: nn.Module, strengths: Sequence[float]) -> None:
 class KeepingHeads:
     """Holds the rates of keeping heads where they must stay. A head is one of them if its decay looks at no token.
 
-    `strengths` as in `make_keeping_heads`; without them the heads may write what they write now.
+    `strengths` as in `make_keeping_heads`; without them the heads may write what they write now. `context`: the longest
+    row that lets a strength depend on the token. What a layer reads has a length of about sqrt(d), so a row of length
+    c moves the logit of a strength by up to c sqrt(d): 22 at width 512 for a row of 1, which is no bound.
     """
 
-    def __init__(self, model: nn.Module, strengths: Sequence[float] = ()) -> None:
-        self._layers = []
+    def __init__(self, model: nn.Module, strengths: Sequence[float] = (), context: float = CONTEXT_LENGTH) -> None:
+        self._layers, self._context = [], context
         for mixer in _keyed_mixers(model):
             heads = _keeping(mixer)
             highest = mixer.rates.bias.detach()[heads]
@@ -65,7 +67,13 @@ class KeepingHeads:
             rates.weight[decays] = 0.0
             rates.bias[decays] = math.log(math.expm1(1.0 / TIMESCALE))
             rates.bias[heads] = torch.minimum(rates.bias[heads], highest)
-            rates.weight[heads] = torch.renorm(rates.weight[heads], p=2, dim=0, maxnorm=CONTEXT_LENGTH)
+            rates.weight[heads] = _shortened(rates.weight[heads], self._context)
+
+
+def _shortened(rows: Tensor, longest: float) -> Tensor:
+    """rows [n, d], none longer than `longest`, which may be 0."""
+    share = (longest / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1.0)
+    return rows.mul(share)
 
 
 def _logit(share: float) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.balance import slot_use, weighted
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.model.storage import WeightFormat, read_model, save_model
@@ -33,19 +34,23 @@ from nsm_lab.training.distributed import World, join_world, leave_world, mean_ov
 from nsm_lab.training.keeping import KeepingHeads, make_keeping_heads
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
-from nsm_lab.training.recall import recall_split, shares_by_time
+from nsm_lab.training.recall import ALL_WORDS, ANSWERS_ALONE, recall_split, shares_by_time
 from nsm_lab.training.tiers import TierDraw
 
 
 class LossModule(nn.Module):
     """Model and loss as one module, for data-parallel training.
 
-    `balance` and `z`: weights of the penalties on how the routers use their slots (nsm_core/model/balance.py).
+    `balance` and `z`: weights of the penalties on how the routers use their slots (nsm_core/model/balance.py);
+    `key_spread`: of the penalty on written routes of keyed layers that resemble each other.
     """
 
-    def __init__(self, model: NsmModel, *, balance: float = 0.0, z: float = 0.0) -> None:
+    def __init__(self, model: NsmModel, *, balance: float = 0.0, z: float = 0.0, key_spread: float = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._key_spread = model, key_spread
+        self._keyed = [module for module in model.modules() if isinstance(module, KeyedMixer)] if key_spread else []
+        for mixer in self._keyed:
+            mixer.has_penalties = True
         self._balance, self._z = balance, z
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         for router in self.routers:
@@ -58,12 +63,16 @@ class LossModule(nn.Module):
         """
         for router in self.routers:  # a recomputed block leaves its penalties twice
             router.penalties.clear()
+        for mixer in self._keyed:
+            mixer.penalties.clear()
         hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
         loss = _mean_loss(logits, batch)
         penalties = [penalty for router in self.routers for penalty in router.penalties]
-        penalty = weighted(penalties, self._balance, self._z)
-        return loss, {name: value.detach() for name, value in state.items()}, loss.new_zeros(()) + penalty
+        penalty = loss.new_zeros(()) + weighted(penalties, self._balance, self._z)
+        for crowding in (crowding for mixer in self._keyed for crowding in mixer.penalties):
+            penalty = penalty + self._key_spread * crowding
+        return loss, {name: value.detach() for name, value in state.items()}, penalty
 
     def _read(self, batch: Batch, state: State, without_cache: bool) -> tuple[Tensor, State]:
         if without_cache and not batch.has_inner_starts:  # plain causal attention, which has the fastest kernels
@@ -197,7 +206,7 @@ class Trainer:
         self.first_step = 0
         if config.resume:
             self.first_step = checkpointing.load(config.out, self.model, self.optimizers, self.average)
-        self._keeping = KeepingHeads(self.model, config.keep_strengths)
+        self._keeping = KeepingHeads(self.model, config.keep_strengths, config.keep_context)
         self.module = self._build_module()
         self._routers = self._loss_module.routers
 
@@ -242,8 +251,15 @@ class Trainer:
             seed=config.seed,
         )
         workers = os.cpu_count() or 1
+        answers = dataclasses.replace(ANSWERS_ALONE, first_answer=config.first_answer)
         return recall_split(
-            split, self.tokenizer, shares=of_copies.tolist(), loops=config.loops, seed=config.seed, workers=workers
+            split,
+            self.tokenizer,
+            shares=of_copies.tolist(),
+            loops=config.loops,
+            loss=answers if config.recall_loss == "answers" else ALL_WORDS,
+            seed=config.seed,
+            workers=workers,
         )
 
     def _build_module(self) -> nn.Module:
@@ -252,7 +268,9 @@ class Trainer:
             block.dropout.p = self.config.dropout
             if self.config.compile and self.world.device.type == "cuda":
                 block.compile(dynamic=False)  # one block is compiled, all others share its code
-        module: nn.Module = LossModule(self.model, balance=self.config.balance_loss, z=self.config.z_loss)
+        module: nn.Module = LossModule(
+            self.model, balance=self.config.balance_loss, z=self.config.z_loss, key_spread=self.config.key_spread
+        )
         if self.world.size > 1:
             module = nn.parallel.DistributedDataParallel(module)
         return module

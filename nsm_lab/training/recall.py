@@ -38,15 +38,33 @@ Weights = npt.NDArray[np.uint8]  # of tokens, in the loss; 0: read, but not to b
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RecallLoss:
+    """How much tokens of what is inserted weigh in the loss; a token of the document weighs 1.
+
+    `first_answer`: the first token of an answer, `answer` its others, `others` statements, the rest of a question, and
+    the first tokens of a passage.
+    """
+
+    answer: int = ANSWER_WEIGHT
+    first_answer: int = ANSWER_WEIGHT
+    others: int = 0
+
+
+ANSWERS_ALONE = RecallLoss()
+ALL_WORDS = RecallLoss(answer=1, first_answer=1, others=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FactBank:
     """Token ids of statements and of their questions, and the ids after which a paragraph may begin.
 
-    A question comes with the weights of its tokens: its answers count, its other words do not.
+    A question comes with the weights of its tokens, by `loss`.
     """
 
     statements: tuple[Ids, ...]
     questions: tuple[tuple[tuple[Ids, Weights], ...], ...]
     paragraph_ends: Ids
+    loss: RecallLoss = ANSWERS_ALONE
 
     @property
     def mean_tokens(self) -> float:
@@ -56,19 +74,24 @@ class FactBank:
 
     @classmethod
     def make(
-        cls, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger], seed: int, num_facts: int = NUM_FACTS
+        cls,
+        tokenizer: Tokenizer,
+        dtype: np.dtype[np.unsignedinteger],
+        seed: int,
+        num_facts: int = NUM_FACTS,
+        loss: RecallLoss = ANSWERS_ALONE,
     ) -> FactBank:
         rng = random.Random(seed)
         facts = [make_fact(rng) for _ in range(num_facts)]
         encoded = tokenizer.encode_batch([fact.statement for fact in facts])
         statements = tuple(np.array(ids, dtype) for ids in encoded)
-        asked = iter(_encoded(tokenizer, [question for fact in facts for question in fact.questions], dtype))
+        asked = iter(_encoded(tokenizer, [question for fact in facts for question in fact.questions], dtype, loss))
         questions = tuple(tuple(next(asked) for _ in fact.questions) for fact in facts)
-        return cls(statements, questions, np.unique([ids[-1] for ids in statements]).astype(dtype))
+        return cls(statements, questions, np.unique([ids[-1] for ids in statements]).astype(dtype), loss)
 
 
 def _encoded(
-    tokenizer: Tokenizer, questions: Sequence[Question], dtype: np.dtype[np.unsignedinteger]
+    tokenizer: Tokenizer, questions: Sequence[Question], dtype: np.dtype[np.unsignedinteger], loss: RecallLoss
 ) -> list[tuple[Ids, Weights]]:
     """An answer's tokens are those that the text before it, alone, does not have, up to those after it."""
     texts = [question.text for question in questions]
@@ -76,10 +99,11 @@ def _encoded(
     whole, starts = tokenizer.encode_batch(texts), iter(tokenizer.encode_batch(borders))
     made = []
     for ids, question in zip(whole, questions, strict=True):
-        weights = np.zeros(len(ids), np.uint8)
+        weights = np.full(len(ids), loss.others, np.uint8)
         for _ in question.answers:
             first, last = _shared(ids, next(starts)), _shared(ids, next(starts))
-            weights[first : max(first + 1, last)] = ANSWER_WEIGHT
+            weights[first : max(first + 1, last)] = loss.answer
+            weights[first] = loss.first_answer
         made.append((np.array(ids, dtype), weights))
     return made
 
@@ -157,9 +181,9 @@ def with_recall(
             fact = int(rng.integers(len(bank.statements)))
             for which in range(len(bank.questions[fact])):
                 heapq.heappush(questions, (written.length + _log_uniform(rng, FACT_DISTANCE), fact, which))
-            written.append(bank.statements[fact], 0)
+            written.append(bank.statements[fact], bank.loss.others)
         else:
-            _repeat(written, rng)
+            _repeat(written, rng, bank.loss)
 
 
 def _mean_inserted(bank: FactBank) -> float:
@@ -188,13 +212,13 @@ def _paragraph_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:
     return np.flatnonzero(is_break[:-1] & ~is_break[1:]) + 1
 
 
-def _repeat(written: _Writer, rng: np.random.Generator) -> None:
+def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss) -> None:
     length, distance = _log_uniform(rng, PASSAGE_TOKENS), _log_uniform(rng, PASSAGE_DISTANCE)
     start = written.length - distance
     if start < 1:
         return
     weights = np.ones(min(length, distance), np.uint8)
-    weights[:UNPREDICTABLE_TOKENS] = 0
+    weights[:UNPREDICTABLE_TOKENS] = loss.others
     written.append(written.ids[start : start + len(weights)].copy(), weights)
 
 
@@ -243,14 +267,15 @@ def recall_split(
     workers: int = 1,
     num_facts: int = NUM_FACTS,
     loops: float = 0.0,
+    loss: RecallLoss = ANSWERS_ALONE,
 ) -> TokenizedSplit:
     """Copies of every document of `split`, each with other insertions, in memory: one for each of `shares`.
 
     `shares` [copies * documents], each in (0, 1): of the first copies of all documents, of the second, and so on.
-    `loops`: the share of tokens in loops, of all of them.
+    `loops`: the share of tokens in loops, of all of them. `loss`: what inserted tokens weigh.
     The bytes and words that the split counts are those of the documents without insertions.
     """
-    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts)]
+    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts, loss)]
     jobs = []
     for number, share in enumerate(shares):
         copy, index = divmod(number, split.num_documents)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
-from nsm_core.model.keyed import STRENGTH_RANGE, KeyedMixer, unit_route
+from nsm_core.model.keyed import STRENGTH_RANGE, KeyedMixer, crowding, unit_route
 from nsm_core.model.segments import Segments
 
 CONFIG = ModelConfig(vocab_size=50, d_model=32, num_layers=1, num_heads=2, num_memory_slots=16, write_top_k=4,
@@ -46,3 +49,10 @@ def test_keyed_mixer_heads_start_with_strengths_of_all_horizons() -> None:
 def test_config_of_keyed_slots_names_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"slot_width must be 0 \(d_model / num_heads\) to 1048576, got -1"):
         ModelConfig(slot_width=-1)
+
+
+def test_crowding_tells_routes_that_are_all_the_same_from_routes_that_are_spread_out() -> None:
+    same = F.normalize(torch.ones(2, 50, 3, 8), dim=-1)
+    assert float(crowding(same)) == pytest.approx(math.log(8))
+    spread = torch.eye(8).repeat(4, 1)[:, None].expand(-1, 3, -1)[None]
+    assert float(crowding(spread)) == pytest.approx(0.0, abs=1e-6)

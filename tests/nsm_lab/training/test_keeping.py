@@ -105,3 +105,15 @@ def test_keeping_heads_of_a_model_without_them_change_nothing(model: NsmModel) -
     before = {name: value.clone() for name, value in model.state_dict().items()}
     KeepingHeads(model).hold()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_strength_may_depend_on_the_token_no_more_than_is_said(model: NsmModel) -> None:
+    make_keeping_heads(model, STRENGTHS)
+    for context in (0.05, 0.0):
+        with torch.no_grad():
+            for mixer in mixers(model):
+                mixer.rates.weight[HEADS - 2 : HEADS] = 1.0
+        KeepingHeads(model, STRENGTHS, context).hold()
+        for mixer in mixers(model):
+            lengths = mixer.rates.weight[HEADS - 2 : HEADS].norm(dim=1)
+            assert torch.allclose(lengths, torch.full((2,), context))

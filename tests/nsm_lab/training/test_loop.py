@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -302,6 +303,15 @@ def test_keeping_heads_are_those_of_the_start_in_a_resumed_run(config: TrainConf
     resumed = weights(train(dataclasses.replace(config, resume=True)))
     decays = [value[4:] for name, value in resumed.items() if name.endswith("rates.weight")]
     assert [(rows == 0).all(dim=1).tolist() for rows in decays] == [[False, False, False, True]] * 2
+
+
+def test_routes_that_resemble_each_other_are_pushed_apart(config: TrainConfig) -> None:
+    keyed = dataclasses.replace(MODEL, layer_pattern="K", num_memory_slots=16, write_top_k=16, slot_width=16)
+    config = dataclasses.replace(config, model=keyed, steps=3, eval_every=3, key_spread=0.5)
+    out = train(config)
+    with (out / "log.csv").open(encoding="utf-8") as file:
+        row = list(csv.DictReader(file))[-1]
+    assert 0 < float(row["routing_loss"]) < 0.5 * keyed.num_layers * math.log(16)
 
 
 def test_keeping_heads_need_keyed_layers(config: TrainConfig) -> None:

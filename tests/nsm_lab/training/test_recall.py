@@ -13,11 +13,13 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import KINDS, make_fact
 from nsm_lab.training.recall import (
+    ALL_WORDS,
     ANSWER_WEIGHT,
     LOOP_PERIOD,
     PASSAGE_TOKENS,
     UNPREDICTABLE_TOKENS,
     FactBank,
+    RecallLoss,
     recall_split,
     shares_by_time,
     with_recall,
@@ -90,6 +92,22 @@ def test_only_answers_of_a_question_have_weight(bank: FactBank, tiny_tokenizer: 
         assert set(weights.tolist()) == {0, ANSWER_WEIGHT}
         heard = tiny_tokenizer.decode(ids[weights > 0].tolist())
         assert all(question.text[first:last] in heard for first, last in question.answers)
+
+
+def test_the_first_token_of_an_answer_may_weigh_more(tiny_tokenizer: Tokenizer) -> None:
+    loss = RecallLoss(first_answer=9)
+    bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=20, loss=loss)
+    for _, weights in (question for questions in bank.questions for question in questions):
+        starts = np.flatnonzero((weights > 0) & (np.concatenate(([0], weights[:-1])) == 0))
+        assert len(starts)
+        assert set(weights[starts].tolist()) == {9}
+        assert set(weights.tolist()) <= {0, ANSWER_WEIGHT, 9}
+
+
+def test_every_word_that_is_inserted_may_count(tiny_tokenizer: Tokenizer) -> None:
+    bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=NUM_FACTS, loss=ALL_WORDS)
+    _, weights = with_recall(numbered(), 0.2, bank, np.random.default_rng(6))
+    assert set(weights.tolist()) == {1}
 
 
 def test_a_loop_has_no_weight_and_the_document_goes_on_behind_it(bank: FactBank) -> None:
