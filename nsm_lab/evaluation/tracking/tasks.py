@@ -55,12 +55,12 @@ def permutations(rng: np.random.Generator, rows: int, length: int) -> tuple[IntA
     What must be followed has five states and the whole of S5 as its transitions, a group that is not solvable.
     """
     words = rng.integers(len(MOVES), size=(rows, length))
-    places = np.empty_like(words)
-    place = np.zeros(rows, dtype=np.int64)
+    hiding = np.empty_like(words)
+    cup = np.zeros(rows, dtype=np.int64)
     for position in range(length):
-        place = MOVES[words[:, position], place]
-        places[:, position] = place
-    return words, places
+        cup = MOVES[words[:, position], cup]
+        hiding[:, position] = cup
+    return words, hiding
 
 
 def brackets(rng: np.random.Generator, rows: int, length: int) -> tuple[IntArray, IntArray]:

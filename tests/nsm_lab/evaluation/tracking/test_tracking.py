@@ -35,14 +35,14 @@ def test_a_sum_is_asked_for_at_every_token(task: str, modulus: int) -> None:
 
 
 def test_the_ball_moves_with_its_cup() -> None:
-    for moves, places in zip(*made("s5"), strict=True):
+    for moves, answers in zip(*made("s5"), strict=True):
         cups = [True, False, False, False, False]
-        for move, place in zip(moves, places, strict=True):
+        for move, answer in zip(moves, answers, strict=True):
             after = [False] * 5
             for cup, has_ball in enumerate(cups):
                 after[MOVES[move][cup]] = has_ball
             cups = after
-            assert cups.index(True) == place
+            assert cups.index(True) == answer
 
 
 def test_the_moves_make_every_permutation_of_five_cups() -> None:

@@ -1,0 +1,275 @@
+"""Short trainings that differ in one thing each, from one start, and what their states then hold:
+`python -m benchmarks.quality.controls GROUP --data books --tokenizer tokenizer.json --out runs --output RESULT`.
+
+An arm is one `nsm train` command, printed before it starts, with equal text and tokens for all arms of a group; then
+the model is measured. RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call goes on with the arms
+that are missing. Groups:
+
+- `third-run`: which of the changes of the third run of `pulse-books-keyed` did what. `--start`: the weights of the
+  second run (in the history of this repository: `git show 754a3ddf:nsm_core/model/checkpoints/pulse-books-keyed/...`).
+- `far`: what could carry farther and let keys be written out, from the bundled weights (`memory.md`).
+- `layers`: keyed slots beside a hybrid with RWKV-7's time mix of equal bytes and parameters, from new weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.quality.loops import LOOP_SHARE, repeated_share
+from nsm_core.model.bundled import find_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.storage import WEIGHTS_FILE
+from nsm_lab.baselines.register import register_baselines
+from nsm_lab.evaluation.history.estimates import Estimate
+from nsm_lab.evaluation.history.key_tasks import make_key_tasks
+from nsm_lab.evaluation.history.measure import HistorySettings, measure_history
+from nsm_lab.evaluation.history.reach import attention_reach
+from nsm_lab.evaluation.markdown import table
+from nsm_lab.evaluation.perplexity import encode_document, evaluate
+from nsm_lab.evaluation.reading import reading
+from nsm_lab.evaluation.runs_file import RunsFile
+from nsm_lab.provenance import command_line, source_commit, versions
+from nsm_lab.training.__main__ import parse
+from nsm_lab.training.config import TrainConfig
+from nsm_lab.training.data_files import read_documents
+from nsm_lab.training.loop import train
+
+THREE, FIVE = "0.05,0.018,0.0066", "0.045,0.016,0.0045,0.0016,0.0007"
+FROM_TRAINED = (
+    "--preset keyed-hybrid --rows 16 --accumulate 2 --seq-len 16384 --carry 1 --recall 0.25 --recall-end 0.1 "
+    "--muon-lr 0.008 --adam-lr 3e-3 --weight-decay 0.1 --warmup 0.05 --decay 0.8"
+)
+FROM_NEW = (
+    "--preset keyed-hybrid --rows 32 --seq-len 4096 --carry 1 --recall 0.15 "
+    "--muon-lr 0.015 --adam-lr 6e-3 --weight-decay 0.1 --warmup 0.02 --decay 0.5"
+)
+AS_THIRD = f"--keep-strengths {FIVE} --loops 0.04"
+START = "the start"  # an arm that trains nothing
+COMMON = {"third-run": FROM_TRAINED, "far": FROM_TRAINED, "layers": FROM_NEW}
+ARMS: dict[str, dict[str, str]] = {
+    "third-run": {
+        START: "",
+        "more tokens alone": f"--keep-strengths {THREE} --recall-loss all",
+        "five heads": f"--keep-strengths {FIVE} --recall-loss all",
+        "answers alone": f"--keep-strengths {THREE}",
+        "loops": f"--keep-strengths {THREE} --recall-loss all --loops 0.04",
+        "all of them": AS_THIRD,
+    },
+    "far": {
+        START: "",
+        "as before": AS_THIRD,
+        "strengths bounded": f"{AS_THIRD} --keep-context 0.05",
+        "bounded, routes apart": f"{AS_THIRD} --keep-context 0.05 --key-spread 0.02",
+        "first token of an answer": f"{AS_THIRD} --first-answer 30",
+        "all three": f"{AS_THIRD} --keep-context 0.05 --key-spread 0.02 --first-answer 30",
+    },
+    "layers": {
+        "keyed slots": "",
+        # two heads of 256 x 256 numbers are as many as eight of 128 x 128; the feed-forward parts make up for weights
+        "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776 --no-compile",
+    },
+}
+PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4
+
+
+def config_of(arm: str, options: argparse.Namespace) -> TrainConfig:
+    """The training of an arm; its steps are as many as `--tokens` asks for."""
+    flags = shlex.split(f"{options.common or COMMON[options.group]} {ARMS[options.group][arm]} {options.extra}")
+    out = options.out / f"{options.group}-{arm.replace(' ', '-').replace(',', '')}-{options.tokens}"
+    flags += ["--data", str(options.data), "--tokenizer", str(options.tokenizer), "--out", str(out)]
+    flags += ["--cache", str(options.out / "cache"), "--weight-format", "bf16", "--eval-every", "1000000"]
+    if options.group != "layers":
+        flags += ["--start", str(options.start)]
+    sizes = parse(flags)
+    steps = max(1, options.tokens // (sizes.rows * sizes.seq_len))
+    flags += ["--steps", str(steps), "--save-every", str(steps)]
+    print(f"{arm}: nsm train {shlex.join(flags)}", flush=True)
+    return parse(flags)
+
+
+def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What RESULT.jsonl keeps of an arm."""
+    started, trained_tokens, directory = time.monotonic(), 0, options.start
+    if arm != START:
+        config = config_of(arm, options)
+        directory, trained_tokens = config.out, config.steps * config.rows * config.seq_len
+        if not (config.out / WEIGHTS_FILE).exists():  # else a call was stopped between training and measuring
+            torch.compiler.reset()  # code compiled for a model that is gone
+            train(config)
+    trained_s = time.monotonic() - started
+    loaded = load_checkpoint(directory, options.device)
+    measured = measure(loaded, options)
+    seconds = time.monotonic() - started
+    size = {"num_parameters": loaded.num_parameters, "state_bytes": loaded.model.state_spec.num_bytes}
+    return {"tokens": trained_tokens, "train_s": trained_s, "seconds": seconds, **size, **measured}
+
+
+def measure(loaded: LoadedNsm, options: argparse.Namespace) -> dict[str, Any]:
+    """Bits per byte, gains of repeated passages and of history, keys by distance, repeated tokens of samples."""
+    is_gpu = options.device.startswith("cuda")
+    longest = max(*options.key_contexts, *options.passage_distances, *options.history_spans) + 1024
+    books = list(read_documents(options.data, options.split))[: options.books]
+    texts = [np.array(loaded.tokenizer.encode(book.text[: 8 * longest])[:longest]) for book in books]
+    encoded = [
+        encode_document(loaded.tokenizer, book.text[: 8 * options.loss_tokens], options.loss_tokens) for book in books
+    ]
+    loss = evaluate(loaded.model, encoded, segment_len=4096, batch_documents=32, autocast=is_gpu)
+    history = measure_history(
+        loaded.model,
+        texts,
+        make_key_tasks(loaded.tokenizer.encode, 40),
+        reach=attention_reach(loaded.config),
+        settings=HistorySettings(
+            starts=tuple(options.history_starts),
+            spans=tuple(options.history_spans),
+            repeat_distances=tuple(options.passage_distances),
+            passages=2,
+            key_contexts=tuple(options.key_contexts),
+            key_distances=tuple(options.key_distances),
+            prompts=2,
+        ),
+        autocast=is_gpu,
+    )
+    repeated = sampled_repeats(loaded, [text[:longest] for text in texts], options)
+    return {
+        "bits_per_byte": loss.total.bits_per_byte,
+        "history": dataclasses.asdict(history),
+        "repeated": sum(repeated) / len(repeated),
+        "loops": sum(share > LOOP_SHARE for share in repeated) / len(repeated),
+    }
+
+
+def sampled_repeats(
+    loaded: LoadedNsm, texts: Sequence[np.ndarray[Any, Any]], options: argparse.Namespace
+) -> list[float]:
+    """Of continuations of PASSAGES_OF_A_TEXT passages of each text, the share of tokens that were there before."""
+    starts = range(0, PASSAGES_OF_A_TEXT * 256, 256)
+    prompts = np.stack([text[start : start + PROMPT_TOKENS] for text in texts for start in starts])
+    with reading(loaded.model, autocast=options.device.startswith("cuda")) as device:
+        chosen = _sample(loaded.model, torch.from_numpy(prompts).to(device), options.sample_tokens)
+    return [repeated_share(row) for row in chosen.tolist()]
+
+
+def _sample(model: NsmModel, prompts: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, count] tokens drawn at TEMPERATURE."""
+    generator = torch.Generator(prompts.device).manual_seed(0)
+    hidden, state = model.forward(prompts, model.initial_state(len(prompts)))
+    last, chosen = hidden[:, -1], list[torch.Tensor]()
+    for _ in range(count):
+        probabilities = (model.logits(last) / TEMPERATURE).softmax(dim=-1)
+        chosen.append(torch.multinomial(probabilities, 1, generator=generator)[:, 0])
+        last, state = model.step(chosen[-1], state)
+    return torch.stack(chosen, dim=1)
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """A row an arm."""
+    history = results[0]["history"]
+    passages = [row["distance"] for row in history["repeats"]["distances"]]
+    starts = [row["start"] for row in history["fresh_starts"]["starts"]] if history["fresh_starts"] else []
+    cells = [(cell["context"], cell["distance"]) for cell in history["keys"]["cells"]]
+    heads = (
+        "arm", "tokens", "bits per byte", *(f"passage {distance:,} back" for distance in passages),
+        *(f"history before {start:,}" for start in starts),
+        *(f"key in {context:,} at {distance:,}: likeliest / written" for context, distance in cells),
+        "repeated tokens", "loops", "seconds", "parameters", "state, MiB",
+    )  # fmt: skip
+    return table(heads, [_row(result) for result in results])
+
+
+def _row(result: dict[str, Any]) -> list[str]:
+    history = result["history"]
+    starts = history["fresh_starts"]["starts"] if history["fresh_starts"] else []
+    cells = history["keys"]["cells"]
+    return [
+        result["run"]["arm"], f"{result['tokens'] / 1e6:.1f}M", f"{result['bits_per_byte']:.4f}",
+        *(_estimate(Estimate(**row["gain"])) for row in itertools.chain(history["repeats"]["distances"], starts)),
+        *(f"{cell['is_likeliest']['mean']:.0%} / {cell['is_written']['mean']:.0%}" for cell in cells),
+        f"{result['repeated']:.1%}", f"{result['loops']:.0%}", f"{result['train_s']:.0f} + {_measuring(result):.0f}",
+        f"{result['num_parameters']:,}", f"{result['state_bytes'] / 2**20:.2f}",
+    ]  # fmt: skip
+
+
+def _measuring(result: dict[str, Any]) -> float:
+    return float(result["seconds"] - result["train_s"])
+
+
+def _estimate(estimate: Estimate) -> str:
+    if estimate.high is None:
+        return f"{estimate.mean:.3f}"
+    return f"{estimate.mean:.3f} ± {estimate.high - estimate.mean:.3f}"
+
+
+def write_report(options: argparse.Namespace, runs: RunsFile) -> None:
+    """RESULT.md from the arms so far."""
+    how = {
+        "command": command_line(),
+        "commit": source_commit() or "unknown",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "measured on": f"{options.books} books of the {options.split} split, bits per byte on the first "
+        f"{options.loss_tokens:,} tokens of each; samples of {options.sample_tokens} tokens at {TEMPERATURE}",
+    }
+    arms = ARMS[options.group]
+    commands = [f"- {arm}: `{arms[arm] or 'nothing more'}`" for arm in arms if arm != START]
+    lines = [f"- {name}: `{value}`" for name, value in how.items()]
+    text = "\n".join((f"# Controls: {options.group}\n", markdown(runs.results), "", *commands, "", *lines, ""))
+    options.output.with_suffix(".md").write_text(text, "utf-8")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", choices=ARMS)
+    for name in ("data", "tokenizer", "out", "output"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument(
+        "--start", type=Path, default=Path("pulse-books-keyed"), help="model directory, or a bundled model"
+    )
+    parser.add_argument("--tokens", type=int, default=24_000_000, help="of training, each arm")
+    parser.add_argument("--arms", nargs="+", help="of the group; default all")
+    parser.add_argument("--common", help="flags of all arms, in place of the group's")
+    parser.add_argument("--extra", default="", help="further flags of all arms, as one string")
+    parser.add_argument("--time-limit-s", type=float, default=math.inf, help="no arm begins that would end later")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--split", default="val")
+    parser.add_argument("--books", type=int, default=20)
+    parser.add_argument("--loss-tokens", type=int, default=8192)
+    parser.add_argument("--passage-distances", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--history-starts", type=int, nargs="*", default=[2048, 6144])
+    parser.add_argument("--history-spans", type=int, nargs="*", default=[16384])
+    parser.add_argument("--key-contexts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--key-distances", type=int, nargs="+", default=[256, 7168, 16384, 28672])
+    parser.add_argument("--sample-tokens", type=int, default=256)
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    options.start = find_checkpoint(options.start)
+    register_baselines()
+    started, longest = time.monotonic(), 0.0
+    runs = RunsFile(options.output.with_suffix(".jsonl"))
+    for arm in options.arms or ARMS[options.group]:
+        run = {"group": options.group, "arm": arm, "tokens": options.tokens, "extra": options.extra}
+        if runs.find(run) is not None or time.monotonic() - started + longest > options.time_limit_s:
+            continue
+        result = runs.add(run, run_arm(arm, options))
+        longest = max(longest, result["seconds"])
+        write_report(options, runs)
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
