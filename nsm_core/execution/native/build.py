@@ -6,6 +6,7 @@ after a hash of its sources, so a library of other sources is never loaded, and 
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -24,6 +25,8 @@ FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-f
 PORTABLE = ("-O2", "-ftree-vectorize")
 AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+AMX = (*AVX512, "-mamx-tile", "-mamx-int8")
+OPTIONAL = ("-mamx-tile", "-mamx-int8")  # of GCC 11 and Clang 12; with an older compiler their source is empty
 # The options of each source; those with an instruction set of their own are empty on other processors
 UNITS = {
     "api.cpp": ("-O2",),
@@ -37,6 +40,7 @@ UNITS = {
     "team.cpp": ("-O2",),
     "kernels_portable.cpp": PORTABLE,
     "kernels_avx2.cpp": AVX2,
+    "kernels_amx.cpp": AMX,
     "kernels_avx512.cpp": AVX512,
     "rwkv7_portable.cpp": PORTABLE,
     "rwkv7_avx2.cpp": AVX2,
@@ -81,8 +85,15 @@ def build() -> Path:
 def _compile(compiler: str, unit: str, directory: Path) -> Path:
     target = directory / unit.replace(".cpp", ".o")
     options = [option for option in UNITS[unit] if _is_x86() or not option.startswith("-m")]
+    options = [option for option in options if option not in OPTIONAL or _knows(compiler, option)]
     _run(compiler, *FLAGS, *options, "-c", str(SOURCES / unit), "-o", str(target))
     return target
+
+
+@functools.cache
+def _knows(compiler: str, option: str) -> bool:
+    command = (compiler, option, "-fsyntax-only", "-x", "c++", os.devnull)
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _is_x86() -> bool:

@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 256  # kernels.h
 MAX_SLOTS = 1024
 LANES = 16
 PORTABLE = "portable"  # the variant that needs no instruction set extension
-_NUM_VARIANTS = 3
+_NUM_VARIANTS = 4
 
 
 class Kind(enum.IntEnum):

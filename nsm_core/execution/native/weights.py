@@ -144,14 +144,15 @@ class NativeWeights:
     def _slot_layer(self, index: int, mixer: PulseMixer) -> None:
         self._floats(index, Part.OUT_NORM, mixer.out_norm)
         self._floats(index, Part.CONV, mixer.conv.weight)
-        self._floats(index, Part.READ_SCALE, mixer.scale)
+        if mixer.log_scale is not None:  # as in all models that the kernels take
+            self._floats(index, Part.READ_SCALE, exact_exp(mixer.log_scale) * (2.0 / math.sqrt(mixer.head_dim)))
         router = mixer.router
         weight: Tensor = router.logits.weight
         bias: Tensor = router.logits.bias
         if isinstance(router, SoftmaxRouter):
             weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))
             self._floats(index, Part.SELECTION_BIAS, router.selection_bias)
-            self._floats(index, Part.TIMESCALE, router.log_timescale.float().exp())
+            self._floats(index, Part.TIMESCALE, exact_exp(router.log_timescale))
         self._router(index, weight, bias)
 
     def _keyed_layer(self, index: int, mixer: KeyedMixer) -> None:
@@ -163,7 +164,7 @@ class NativeWeights:
         self._router(index, mixer.rates.weight, mixer.rates.bias)
 
     def _attention_layer(self, index: int, mixer: WindowAttention) -> None:
-        self._floats(index, Part.READ_SCALE, mixer.log_scale.exp() / math.sqrt(mixer.head_dim))
+        self._floats(index, Part.READ_SCALE, exact_exp(mixer.log_scale) / math.sqrt(mixer.head_dim))
         exponents = torch.arange(0, mixer.head_dim, 2, dtype=torch.float64) / mixer.head_dim
         frequencies = (mixer.rope_base**-exponents).contiguous()
         self._check(
@@ -214,6 +215,11 @@ class NativeWeights:
     def _check(is_done: int, part: str) -> None:
         if not is_done:
             raise ValueError(f"the native kernels cannot take this model: {part} has another size")
+
+
+def exact_exp(log: Tensor) -> Tensor:
+    """exp [...] in fp32, as fp64 rounds it. In fp32 its last bit is not the same on all processors."""
+    return log.double().exp().float()
 
 
 def _shape_of(model: NsmModel, precision: Precision) -> Shape:

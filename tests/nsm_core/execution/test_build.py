@@ -39,6 +39,13 @@ def test_a_library_is_made_once_and_replaced_when_its_sources_change(sources: Pa
 
 
 @needs_compiler
+def test_options_that_an_older_compiler_lacks_are_left_out(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "OPTIONAL", ("-mno-such-tiles",))
+    monkeypatch.setattr(build, "UNITS", {"api.cpp": ("-O0", "-mno-such-tiles")})
+    assert build.build().exists()
+
+
+@needs_compiler
 def test_build_error_contains_the_compilers_message(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sources / "api.cpp").write_text("this is no C++\n")
     assert build.main() == 1

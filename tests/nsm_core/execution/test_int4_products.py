@@ -49,7 +49,7 @@ def test_products_are_those_of_the_reference_to_the_bit(size: tuple[int, int], v
     model = model_of(*size)
     weights = NativeWeights(model, variant, precision=Precision.INT4)
     executor = NativeExecutor(model, num_rows=1, weights=weights)
-    for num_tokens in (1, 2, 3, 4, 5, 6, 7, 13, 70):
+    for num_tokens in (1, 2, 3, 4, 5, 6, 7, 13, 17, 35, 70):
         hidden = torch.randn(num_tokens, size[1], generator=torch.Generator().manual_seed(num_tokens))
         assert executor.logits(hidden).equal(product_reference(model.embedding.weight, hidden))
 

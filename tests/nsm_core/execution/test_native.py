@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from itertools import accumulate, pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.precision import Precision
-from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
+from nsm_core.execution.native.weights import NativeWeights, exact_exp, native_unsupported_reason
 from nsm_core.state.spec import State
 from tests.nsm_core.execution.small_models import (
     CONFIGS,
@@ -111,6 +112,13 @@ def test_R7_any_split_gives_the_same_bits(cuts: set[int], seed: int, kind: str) 
     whole = read_parts(executor, 0, [ids])
     parts = [ids[start:end] for start, end in pairwise([0, *sorted(cuts), len(ids)])]
     assert is_same(read_parts(executor, 3, parts), whole)
+
+
+def test_scales_are_exact_on_every_processor() -> None:
+    """In fp32 the library's exp differs in the last bit between instruction sets."""
+    logs = torch.linspace(-3, 3, 4096)
+    wanted = [struct.unpack("f", struct.pack("f", math.exp(log)))[0] for log in logs.tolist()]
+    assert exact_exp(logs).tolist() == wanted
 
 
 @pytest.mark.parametrize("num_rows", [5, 7, 16, 32, 128])

@@ -3,6 +3,12 @@
 #include <cstring>
 #include <exception>
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "decode.h"
 #include "draw.h"
 #include "model.h"
@@ -15,10 +21,25 @@ using nsm::Shape;
 
 namespace {
 
+constexpr int NUM_VARIANTS = 4;
+
 bool supports_avx512() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+// Linux gives a process the tile registers when it asks, unless a thread's signal stack is too small for them.
+bool supports_amx() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr unsigned TILES = 1u << 24, INT8 = 1u << 25;  // in EDX of leaf 7
+  constexpr int REQUEST = 0x1023, TILE_DATA = 18;        // ARCH_REQ_XCOMP_PERM, which older headers lack
+  unsigned a, b, c, d;
+  if (!supports_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d & TILES) != 0 && (d & INT8) != 0 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #else
   return false;
 #endif
@@ -34,9 +55,13 @@ bool supports_avx2() {
 
 const Kernels* kernels_at(int index) {
   switch (index) {
-    case 0:
-      return supports_avx512() ? nsm::avx512_kernels() : nullptr;
+    case 0: {
+      static const bool has_tiles = supports_amx();
+      return has_tiles ? nsm::amx_kernels() : nullptr;
+    }
     case 1:
+      return supports_avx512() ? nsm::avx512_kernels() : nullptr;
+    case 2:
       return supports_avx2() ? nsm::avx2_kernels() : nullptr;
     default:
       return nsm::portable_kernels();
@@ -46,7 +71,7 @@ const Kernels* kernels_at(int index) {
 }  // namespace
 
 const Kernels* nsm::kernels_named(const char* name) {
-  for (int index = 0; index < 3; ++index) {
+  for (int index = 0; index < NUM_VARIANTS; ++index) {
     const Kernels* kernels = kernels_at(index);
     if (kernels != nullptr && std::strcmp(kernels->name, name) == 0) return kernels;
   }
@@ -55,7 +80,7 @@ const Kernels* nsm::kernels_named(const char* name) {
 
 extern "C" {
 
-// The variants in falling order of speed; null where this processor cannot run one. index in [0, 3).
+// The variants in falling order of speed; null where this processor cannot run one. index in [0, NUM_VARIANTS).
 const char* nsm_kernels(int index) {
   const Kernels* kernels = kernels_at(index);
   return kernels == nullptr ? nullptr : kernels->name;

@@ -184,6 +184,7 @@ struct Kernels {
 };
 
 // Null where the processor (or the compiler's target) lacks the instructions.
+const Kernels* amx_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* portable_kernels();

@@ -14,7 +14,7 @@ using nsm::Rwkv7Shape;
 namespace {
 
 const Rwkv7Kernels* own_kernels(const char* name) {
-  if (std::strcmp(name, "avx512") == 0) return nsm::avx512_rwkv7_kernels();
+  if (std::strcmp(name, "amx") == 0 || std::strcmp(name, "avx512") == 0) return nsm::avx512_rwkv7_kernels();
   if (std::strcmp(name, "avx2") == 0) return nsm::avx2_rwkv7_kernels();
   return nsm::portable_rwkv7_kernels();
 }
