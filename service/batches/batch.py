@@ -9,36 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsm_core.errors import NotFound
-from service.lifecycle.ownership import Ownership
 from service.messages import quoted
-from service.stores.records.base import ABSENT, Record
+from service.work.work import Work
 
-ENDED = ("completed", "failed", "expired", "cancelled")
 WINDOW_S = {"24h": 86_400}
 KEEP_LINES_S = 7 * 86_400  # of results whose batch was never finished
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """`fields`: the object that clients see. `ownership`: None while nobody runs it. `version`: the document's."""
+class Batch(Work):
+    """`output_ttl_s`: of its output files; None: they stay."""
 
-    tenant: str
-    fields: Mapping[str, Any]
-    ownership: Ownership | None = None
+    end_statuses = ("completed", "failed", "expired", "cancelled")
+
     output_ttl_s: int | None = None
-    version: int = ABSENT
-
-    @property
-    def id(self) -> str:
-        return str(self.fields["id"])
-
-    @property
-    def status(self) -> str:
-        return str(self.fields["status"])
-
-    @property
-    def has_ended(self) -> bool:
-        return self.status in ENDED
 
     @property
     def is_cancelled(self) -> bool:
@@ -48,28 +32,9 @@ class Batch:
     def is_expired(self) -> bool:
         return bool(time.time() > self.fields["expires_at"])
 
-    def changed(self, **fields: Any) -> Batch:
-        return dataclasses.replace(self, fields={**self.fields, **fields})
-
     def now(self, status: str, **fields: Any) -> Batch:
         """With a new status and its time."""
         return self.changed(status=status, **{f"{status}_at": int(time.time())}, **fields)
-
-    def to_document(self) -> dict[str, Any]:
-        ownership = None if self.ownership is None else dataclasses.asdict(self.ownership)
-        return {"fields": dict(self.fields), "ownership": ownership, "output_ttl_s": self.output_ttl_s}
-
-    @classmethod
-    def from_record(cls, tenant: str, record: Record) -> Batch:
-        document = record.document
-        ownership = None if document["ownership"] is None else Ownership(**document["ownership"])
-        return cls(
-            tenant=tenant,
-            fields=document["fields"],
-            ownership=ownership,
-            output_ttl_s=document["output_ttl_s"],
-            version=record.version,
-        )
 
 
 def new_batch(

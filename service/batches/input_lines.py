@@ -34,6 +34,17 @@ class InputErrors:
         return {"object": "list", "data": list(self.errors)}
 
 
+def first_url(raw: bytes) -> Any:
+    """The `url` of the first line. Raises InvalidRequest for a file without a request, or with another first line."""
+    for number, line in enumerate(raw.splitlines(), start=1):
+        if line.strip():
+            value = parse(line)
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"line {number}: a line must be a JSON object")
+            return value.get("url")
+    raise InvalidRequest("the input file must have at least 1 request")
+
+
 def read_lines(raw: bytes, *, endpoint: str) -> list[InputLine] | InputErrors:
     """The requests of a file, in order. One wrong line is enough: then nothing of the file is run."""
     errors: list[dict[str, Any]] = []

@@ -52,7 +52,7 @@ class LinePace:
         task.add_done_callback(lambda ended: self._running.pop(ended, None))
 
     @contextlib.asynccontextmanager
-    async def giving_way(self) -> AsyncIterator[None]:
+    async def yielding_slots(self) -> AsyncIterator[None]:
         """Inside, lines give their slots up to live requests that wait."""
         watch = asyncio.create_task(self._watch())
         try:

@@ -24,51 +24,48 @@ from service.batches.library import RESULTS_AT_ONCE, BatchLibrary
 from service.batches.pace import LinePace
 from service.batches.requests import LineRequest, expired_line, is_failed, key_of, num_requests_of, run_line
 from service.deps import Services
-from service.lifecycle.ownership import Ownership, OwnershipLost
+from service.work.ownership import OwnershipLost
+from service.work.run import WorkRun
 
 logger = logging.getLogger("nsm.batches")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class BatchRun:
-    """`owner`: the name of this process. `beat_s`: between two signs of life."""
+class BatchRun(WorkRun[Batch]):
+    """Of a gateway, whose batches share `pace`."""
 
-    services: Services
     library: BatchLibrary
+    services: Services
     pace: LinePace
-    batch: Batch
-    owner: str
-    beat_s: float
     _is_over: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     _counts: dict[int, bool] = dataclasses.field(default_factory=dict)  # lines that have a result: whether it failed
     _num_lines: int = 0
     _is_lost: bool = False  # the batch is another's now, or the store is away
 
     async def run(self) -> None:
-        """To the batch's end. Raises OwnershipLost, or NsmError where the store fails: then somebody goes on later."""
-        if self.batch.has_ended:  # killed before it was taken off the list
-            await self.library.close(self.batch)
+        if self.work.has_ended:  # killed before it was taken off the list
+            await self.library.close(self.work)
             return
         lines = await self._read_input()
         if isinstance(lines, InputErrors):
-            await self._end(self.batch.now("failed", errors=lines.to_object()))
+            await self._end(self.work.now("failed", errors=lines.to_object()))
             return
         self._num_lines = len(lines)
-        self._counts = await self.library.known(self.batch, len(lines))
-        if self.batch.status == "validating":
+        self._counts = await self.library.known(self.work, len(lines))
+        if self.work.status == "validating":
             await self._change(lambda batch: batch.now("in_progress") if batch.status == "validating" else batch)
-        async with self._beating():
-            if self.batch.status in ("in_progress", "cancelling"):
-                async with self.pace.giving_way():
+        async with self._sending_beats():
+            if self.work.status in ("in_progress", "cancelling"):
+                async with self.pace.yielding_slots():
                     await self._run_lines([line for line in lines if line.number not in self._counts])
             if not self._is_lost:
                 await self._finish(lines)
 
     async def _read_input(self) -> list[InputLine] | InputErrors:
-        services, fields = self.services, self.batch.fields
+        services, fields = self.services, self.work.fields
         try:
-            file = await services.files.get(self.batch.tenant, fields["input_file_id"])
-            raw = await services.files.read(self.batch.tenant, file)
+            file = await services.files.get(self.work.tenant, fields["input_file_id"])
+            raw = await services.files.read(self.work.tenant, file)
         except NotFound as error:
             return InputErrors([{"code": "file_not_found", "message": str(error), "param": None, "line": None}])
         return await asyncio.to_thread(read_lines, raw, endpoint=fields["endpoint"])
@@ -111,22 +108,22 @@ class BatchRun:
 
     async def _run_line(self, line: InputLine) -> None:
         request = LineRequest(
-            services=self.services, tenant=self.batch.tenant, line=line, key=key_of(self.batch.id, line.number)
+            services=self.services, tenant=self.work.tenant, line=line, key=key_of(self.work.id, line.number)
         )
         metrics = self.services.metrics.batches
         metrics.began()
         try:
-            result = await run_line(request, endpoint=self.batch.fields["endpoint"])
-            await self.library.put_result(self.batch, line.number, result)
+            result = await run_line(request, endpoint=self.work.fields["endpoint"])
+            await self.library.put_result(self.work, line.number, result)
         finally:
             metrics.left()
         self._counts[line.number] = is_failed(result)
         metrics.ended(is_failed=is_failed(result))
 
     @contextlib.asynccontextmanager
-    async def _beating(self) -> AsyncIterator[None]:
+    async def _sending_beats(self) -> AsyncIterator[None]:
         """Inside, the batch tells how far it is, and hears when it is to end."""
-        if self.batch.is_cancelled or self.batch.is_expired():
+        if self.work.is_cancelled or self.work.is_expired():
             self._is_over.set()
         task = asyncio.create_task(self._beat())
         try:
@@ -142,7 +139,7 @@ class BatchRun:
             while True:
                 await asyncio.sleep(self.beat_s)
                 await self._change(lambda batch: batch.changed(request_counts=self._request_counts()))
-                if self.batch.is_cancelled or self.batch.is_expired():
+                if self.work.is_cancelled or self.work.is_expired():
                     self._is_over.set()
         except (OwnershipLost, NsmError):
             self._is_lost = True
@@ -153,41 +150,30 @@ class BatchRun:
         num_failed = sum(self._counts.values())
         return {"total": self._num_lines, "completed": len(self._counts) - num_failed, "failed": num_failed}
 
-    async def _change(self, change: Any) -> None:
-        """Changes the batch, with a sign of life. Raises OwnershipLost."""
-
-        def with_beat(batch: Batch) -> Batch:
-            if batch.ownership is None or batch.ownership.owner != self.owner:
-                raise OwnershipLost
-            changed: Batch = change(batch)
-            return dataclasses.replace(changed, ownership=Ownership(owner=self.owner, beat=batch.ownership.beat + 1))
-
-        self.batch = await self.library.change(self.batch.tenant, self.batch.id, with_beat)
-
     async def _finish(self, lines: Sequence[InputLine]) -> None:
         """The files, then the last status."""
         is_whole = len(self._counts) == len(lines)
-        status = "cancelled" if self.batch.is_cancelled else "completed" if is_whole else "expired"
-        if status == "completed" and self.batch.status == "in_progress":
+        status = "cancelled" if self.work.is_cancelled else "completed" if is_whole else "expired"
+        if status == "completed" and self.work.status == "in_progress":
             await self._change(lambda batch: batch.now("finalizing") if batch.status == "in_progress" else batch)
         output, errors = await self._outputs(lines, has_expired=status == "expired")
         files = {
             "output_file_id": await self._write("output", output),
             "error_file_id": await self._write("error", errors),
         }
-        await self._end(self.batch.now(status, request_counts=self._request_counts(), **files))
-        await self.library.forget_results(self.batch, len(lines))
+        await self._end(self.work.now(status, request_counts=self._request_counts(), **files))
+        await self.library.forget_results(self.work, len(lines))
 
     async def _outputs(self, lines: Sequence[InputLine], *, has_expired: bool) -> tuple[bytes, bytes]:
         """The lines of both files, in the order of the input."""
         output, errors = list[bytes](), list[bytes]()
         for start in range(0, len(lines), RESULTS_AT_ONCE):
             some = lines[start : start + RESULTS_AT_ONCE]
-            results = await self.library.results(self.batch, [line.number for line in some])
+            results = await self.library.results(self.work, [line.number for line in some])
             for line, found in zip(some, results, strict=True):
                 result = found
                 if result is None and has_expired:
-                    result = expired_line(line, key_of(self.batch.id, line.number))
+                    result = expired_line(line, key_of(self.work.id, line.number))
                 if result is not None:
                     raw = orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
                     (errors if is_failed(result) else output).append(raw)
@@ -198,15 +184,15 @@ class BatchRun:
         if not raw:
             return None
         file = await self.services.files.write_owed(
-            self.batch.tenant,
+            self.work.tenant,
             raw,
-            file_id=f"file-{identity_of(self.batch.id, kind)[:32]}",
-            filename=f"{self.batch.id}_{kind}.jsonl",
-            ttl_s=self.batch.output_ttl_s,
+            file_id=f"file-{identity_of(self.work.id, kind)[:32]}",
+            filename=f"{self.work.id}_{kind}.jsonl",
+            ttl_s=self.work.output_ttl_s,
         )
         return file.id
 
     async def _end(self, ended: Batch) -> None:
         await self._change(lambda batch: dataclasses.replace(batch, fields=ended.fields))
-        await self.library.close(self.batch)
-        logger.info("batch %s: %s", self.batch.id, self.batch.status)
+        await self.library.close(self.work)
+        logger.info("batch %s: %s", self.work.id, self.work.status)

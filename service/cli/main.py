@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nsm_core.distribution import version_of
-from service.cli import bench, keys, model, named_states, repair, sessions, states, transfer, triton
+from service.cli import batches, bench, keys, model, named_states, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.export import export
@@ -56,6 +56,7 @@ for command in (states.states, transfer.backup, transfer.restore, transfer.copy,
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(named_states.app, name="states")
+app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 app.add_typer(triton.app, name="triton")

@@ -67,9 +67,9 @@ def file_not_found(file_id: str, *, param: str = "file_id") -> NotFound:
 
 
 class Files:
-    """Of one application."""
+    """Of one application, or of a command, which has no `tenants` and knows no limits."""
 
-    def __init__(self, records: RecordStore, tenants: Tenants) -> None:
+    def __init__(self, records: RecordStore, tenants: Tenants | None = None) -> None:
         self._records = records
         self._tenants = tenants
 
@@ -83,7 +83,8 @@ class Files:
         ttl_s: int | None = None,
     ) -> StoredFile:
         """Durable when it returns. Raises QuotaExceeded, or InvalidRequest when the tenant has too many files."""
-        await self._tenants.check_stored_bytes(tenant, num_new_bytes=len(raw))
+        if self._tenants is not None:
+            await self._tenants.check_stored_bytes(tenant, num_new_bytes=len(raw))
         return await self._write(tenant, raw, file_id=new_file_id(), filename=filename, purpose=purpose, ttl_s=ttl_s)
 
     async def write_owed(

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
-from service.batches.batch import Batch, new_batch
+from service.batches.batch import new_batch
 from service.batches.library import BatchLibrary
 from service.deps import ServicesDep, TenantDep
 from service.routes.files import list_page
@@ -75,14 +75,6 @@ async def get_batch(batch_id: str, services: ServicesDep, tenant: TenantDep) -> 
 )
 async def cancel_batch(batch_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """It becomes `cancelled` within seconds; what was answered by then is in the output file. 400 once it has ended."""
-
-    def change(batch: Batch) -> Batch | None:
-        if batch.is_cancelled:
-            return None
-        if batch.status not in ("validating", "in_progress"):
-            raise InvalidRequest(f"batch {batch.id!r} is {batch.status}: it cannot be cancelled", param="batch_id")
-        return batch.now("cancelling")
-
-    changed = await BatchLibrary(services.records).change(tenant, batch_id, change)
+    changed = await BatchLibrary(services.records).cancel(tenant, batch_id)
     services.batch_news.set()
     return json_response(changed.fields)

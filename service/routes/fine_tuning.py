@@ -1,9 +1,9 @@
-"""/v1/fine_tuning/jobs: create, list, get, cancel, events, checkpoints. What a job makes is a named state."""
+"""/v1/fine_tuning/jobs: jobs, their events and checkpoints. What a job makes is a named state."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -120,12 +120,57 @@ async def cancel_job(fine_tuning_job_id: str, services: ServicesDep, tenant: Ten
     def change(job: Job) -> Job | None:
         if job.status == "cancelled":
             return None
-        if job.has_ended:
-            message = f"fine-tuning job {job.id!r} has {job.status}: it cannot be cancelled"
-            raise InvalidRequest(message, param="fine_tuning_job_id")
+        _require_open(job, "cancelled")
         return job.ended("cancelled").with_event("the job was cancelled")
 
-    changed = await JobLibrary(services.records).change(tenant, fine_tuning_job_id, change)
+    return await _changed(services, tenant, fine_tuning_job_id, change)
+
+
+@router.post(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/pause",
+    summary="Pause a fine-tuning job",
+    response_class=Response,
+    responses=answers(JobAnswer),
+)
+async def pause_job(fine_tuning_job_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
+    """It is `paused` at once, and its process ends within seconds. Its checkpoint stays. 400 once it has ended."""
+
+    def change(job: Job) -> Job | None:
+        _require_open(job, "paused")
+        return None if job.is_paused else job.paused()
+
+    return await _changed(services, tenant, fine_tuning_job_id, change)
+
+
+@router.post(
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/resume",
+    summary="Resume a fine-tuning job",
+    response_class=Response,
+    responses=answers(JobAnswer),
+)
+async def resume_job(fine_tuning_job_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
+    """A paused job is `queued` again and goes on from its checkpoint. Any other is left as it is. 400 once it has
+    ended.
+    """
+
+    def change(job: Job) -> Job | None:
+        _require_open(job, "resumed")
+        return job.resumed() if job.is_paused else None
+
+    return await _changed(services, tenant, fine_tuning_job_id, change)
+
+
+def _require_open(job: Job, verb: str) -> None:
+    """Raises InvalidRequest for a job that has ended."""
+    if job.has_ended:
+        message = f"fine-tuning job {job.id!r} has {job.status}: it cannot be {verb}"
+        raise InvalidRequest(message, param="fine_tuning_job_id")
+
+
+async def _changed(
+    services: Services, tenant: str, job_id: str, change: Callable[[Job], Job | None]
+) -> Response:  # fmt: skip
+    changed = await JobLibrary(services.records).change(tenant, job_id, change)
     services.tuning_news.set()
     return json_response(changed.fields)
 

@@ -436,7 +436,7 @@ class JobAnswer(BaseModel):
     created_at: int
     finished_at: int | None
     estimated_finish: int | None
-    status: Literal["queued", "validating_files", "running", "succeeded", "failed", "cancelled"]
+    status: Literal["queued", "validating_files", "running", "paused", "succeeded", "failed", "cancelled"]
     model: str
     fine_tuned_model: str | None
     training_file: str

@@ -34,11 +34,16 @@ class CreateBatchBody(RequestBody):
     @field_validator("endpoint", mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        known = get_args(Endpoint)
-        if value not in known:
-            message = f"endpoint must be one of {', '.join(known)}, got {shown(value)}"
-            raise InvalidRequest(message, param="endpoint")
-        return value
+        return check_endpoint(value)
+
+
+def check_endpoint(value: Any) -> str:
+    """Raises InvalidRequest for one that batches cannot have."""
+    known = get_args(Endpoint)
+    if value not in known:
+        message = f"endpoint must be one of {', '.join(known)}, got {shown(value)}"
+        raise InvalidRequest(message, param="endpoint")
+    return str(value)
 
 
 def read_ttl(anchor: str | None, seconds: str | None) -> int | None:

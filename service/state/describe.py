@@ -124,8 +124,7 @@ async def _usable(found: ResumedSession | LostState, head: SessionHead) -> Resum
     if found.reason == "fingerprint_mismatch":
         made_by, ways = await asyncio.to_thread(other_model, head.model_fingerprint)
         raise StateMismatch(
-            f"the state of session {head.session_id!r} was made by model {made_by}, which does not run here. Its next "
-            f"turn makes it again; {ways}"
+            f"the state of session {head.session_id!r} was made by model {made_by}, which is not served here: {ways}"
         )
     raise SnapshotCorrupt(f"the state of session {head.session_id!r} is {found.reason}; its next turn makes it again")
 

@@ -13,6 +13,7 @@ from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to, with_newest
 from service.state.copies import SessionCopy
 from service.state.log_location import marks_up_to
+from service.state.other_model import require_own_model
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, head_at, resume
 from service.stores.sessions.base import LogMark, LogPoint, LogTail, SessionHead, SessionStore, StoredSession
@@ -38,6 +39,7 @@ async def copy_at(
     if num_log_tokens == copy.head.num_log_tokens:
         return copy
     model, tokenizer = backend.model, backend.tokenizer
+    await require_own_model(copy.head, model, tokenizer_fingerprint=tokenizer.fingerprint)
     # refuses what this model must not read; the state itself is not used
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot, tail=copy.tail)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
+from nsm_core.errors import StateMismatch
 from nsm_core.model.bundled import bundled_name
+from nsm_core.model_info import ModelInfo
+from service.stores.sessions.base import SessionHead
 
 SHOWN_DIGITS = 12
 
@@ -20,9 +24,7 @@ class OtherModel(NamedTuple):
 
 def other_model(fingerprint: str) -> OtherModel:
     """The first call reads the bundled models' files, for a tenth of a second: from an event loop, in a thread."""
-    name = bundled_name(fingerprint)
-    serve = "nsm serve --model DIRECTORY" if name is None else f"nsm serve --model {name}"
-    ways = f"`nsm sessions migrate` moves sessions to the running model, `{serve}` continues with theirs"
+    ways = f"`nsm sessions migrate` moves sessions to the running model, {_serving(fingerprint)}"
     return OtherModel(shown_model(fingerprint), ways)
 
 
@@ -30,3 +32,24 @@ def shown_model(fingerprint: str) -> str:
     """Reads files as `other_model` does."""
     name, short = bundled_name(fingerprint), fingerprint[:SHOWN_DIGITS]
     return short if name is None else f"{name} ({short})"
+
+
+async def require_own_model(head: SessionHead, model: ModelInfo, *, tokenizer_fingerprint: str) -> None:
+    """Raises StateMismatch for a session with a text that another model made: its state is that model's alone."""
+    if head.num_log_tokens and head.model_fingerprint != model.fingerprint:
+        is_readable = head.tokenizer_fingerprint == tokenizer_fingerprint
+        raise StateMismatch(await asyncio.to_thread(_refusal, head, model.fingerprint, is_readable))
+
+
+def _refusal(head: SessionHead, running: str, is_readable: bool) -> str:
+    """`is_readable`: the running model has the tokenizer of the session's log."""
+    made_by = head.model_fingerprint
+    begin = f"session {head.session_id!r} was made by model {shown_model(made_by)}"
+    if is_readable:
+        return f"{begin}, which is not served here, as {shown_model(running)} is: {other_model(made_by).ways}"
+    return f"{begin} with another tokenizer than that of {shown_model(running)}: {_serving(made_by)}"
+
+
+def _serving(fingerprint: str) -> str:
+    name = bundled_name(fingerprint)  # reads files
+    return f"`nsm serve --model {'DIRECTORY' if name is None else name}` continues with theirs"

@@ -11,14 +11,17 @@ from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import SamplerState
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 
-RebuildReason = Literal["missing", "corrupt", "fingerprint_mismatch"]
+RebuildReason = Literal["missing", "corrupt"]
+LossReason = Literal["missing", "corrupt", "fingerprint_mismatch"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LostState:
-    """A state that cannot be used but may be made again. `sampler`: the stored one, where it could be read."""
+    """A state that cannot be used but may be made again: one of another model by a migration alone. `sampler`: the
+    stored one, where it could be read.
+    """
 
-    reason: RebuildReason
+    reason: LossReason
     sampler: SamplerState | None = None
 
 
@@ -43,7 +46,9 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
         seed, counts = lost.sampler.seed, lost.sampler.generated_counts
     else:
         seed, counts = seed_of(marks), sampled_counts(log_ids, marks)
-    return Replay(reason=lost.reason, log_ids=log_ids, seed=seed, generated_counts=counts, marks=tuple(marks))
+    # of another model's session the running model has no state
+    reason: RebuildReason = "missing" if lost.reason == "fingerprint_mismatch" else lost.reason
+    return Replay(reason=reason, log_ids=log_ids, seed=seed, generated_counts=counts, marks=tuple(marks))
 
 
 async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:

@@ -10,40 +10,30 @@ from typing import Any
 
 from nsm_core.errors import NotFound
 from nsm_core.tuning.config import TuneConfig
-from service.lifecycle.ownership import Ownership
 from service.messages import quoted
-from service.stores.records.base import ABSENT, Record
+from service.work.work import Work
 
-ENDED = ("succeeded", "failed", "cancelled")
 MAX_EVENTS = 200  # a run has some 20 reports; the oldest go first
 _DEFAULT = TuneConfig()
 AUTO_EPOCHS, AUTO_BATCH, BASE_RATE = _DEFAULT.num_epochs, _DEFAULT.batch_size, _DEFAULT.rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """`fields`: the object that clients see. `events`: the oldest first. `name`: of the state that it makes. `rate`:
-    Adam's. `ownership`: None while nobody runs it. `version`: the document's.
-    """
+class Job(Work):
+    """`events`: the oldest first. `name`: of the state that it makes."""
 
-    tenant: str
-    fields: Mapping[str, Any]
+    end_statuses = ("succeeded", "failed", "cancelled")
+
     events: Sequence[Mapping[str, Any]]
     name: str
-    ownership: Ownership | None = None
-    version: int = ABSENT
 
     @property
-    def id(self) -> str:
-        return str(self.fields["id"])
+    def is_paused(self) -> bool:
+        return self.status == "paused"
 
     @property
-    def status(self) -> str:
-        return str(self.fields["status"])
-
-    @property
-    def has_ended(self) -> bool:
-        return self.status in ENDED
+    def is_active(self) -> bool:
+        return not self.has_ended and not self.is_paused
 
     @property
     def config(self) -> TuneConfig:
@@ -56,15 +46,18 @@ class Job:
             seed=self.fields["seed"],
         )
 
-    def changed(self, **fields: Any) -> Job:
-        return dataclasses.replace(self, fields={**self.fields, **fields})
-
     def ended(self, status: str, **fields: Any) -> Job:
         return self.changed(status=status, finished_at=int(time.time()), estimated_finish=None, **fields)
 
     def failed(self, code: str, message: str, param: str | None = None) -> Job:
         error = {"code": code, "message": message, "param": param}
         return self.ended("failed", error=error).with_event(message, level="error")
+
+    def paused(self) -> Job:
+        return self.changed(status="paused", estimated_finish=None).with_event("the job was paused")
+
+    def resumed(self) -> Job:
+        return self.changed(status="queued").with_event("the job was resumed and waits for its turn")
 
     def with_event(self, message: str, *, level: str = "info", data: Mapping[str, Any] | None = None) -> Job:
         """With one event more; one with `data` is of the type `metrics`."""
@@ -78,23 +71,6 @@ class Job:
             "data": None if data is None else dict(data),
         }
         return dataclasses.replace(self, events=[*self.events, event][-MAX_EVENTS:])
-
-    def to_document(self) -> dict[str, Any]:
-        ownership = None if self.ownership is None else dataclasses.asdict(self.ownership)
-        return {"fields": dict(self.fields), "events": list(self.events), "name": self.name, "ownership": ownership}
-
-    @classmethod
-    def from_record(cls, tenant: str, record: Record) -> Job:
-        document = record.document
-        ownership = None if document["ownership"] is None else Ownership(**document["ownership"])
-        return cls(
-            tenant=tenant,
-            fields=document["fields"],
-            events=document["events"],
-            name=document["name"],
-            ownership=ownership,
-            version=record.version,
-        )
 
 
 def new_job(

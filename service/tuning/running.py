@@ -1,7 +1,7 @@
 """One fine-tuning job, in the gateway that owns it: its process is started, followed and ended.
 
-The process keeps a checkpoint in the job's directory on this machine. A job whose server was killed goes on from there,
-or begins again on another machine, with the same numbers.
+The process keeps a checkpoint in the job's directory on this machine. A job that was paused, or whose server was
+killed, goes on from there, or begins again on another machine, with the same numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, QuotaExceeded, VersionConflict
 from service.deps import Services
-from service.lifecycle.ownership import Ownership, OwnershipLost
 from service.named_states.tuned import SOURCE, tuned_file
 from service.schemas.tuned_model import tuned_model_name
 from service.tuning.job import Job
-from service.tuning.library import JobLibrary
 from service.tuning.process import (
     NO_ROOM,
     STATE_FILE,
@@ -35,6 +33,7 @@ from service.tuning.process import (
     is_full,
     tuning_threads,
 )
+from service.work.run import WorkRun
 
 logger = logging.getLogger("nsm.tuning")
 
@@ -43,25 +42,19 @@ MAX_LINE_BYTES = 2**20
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class JobRun:
-    """`owner`: the name of this process. `beat_s`: between two signs of life. `directory`: of this job's files."""
+class JobRun(WorkRun[Job]):
+    """`directory`: of this job's files."""
 
     services: Services
-    library: JobLibrary
-    job: Job
-    owner: str
-    beat_s: float
     directory: Path
     _wake: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     _began: float = dataclasses.field(default_factory=time.monotonic)
 
     def wake(self) -> None:
-        """Somebody may have cancelled the job."""
         self._wake.set()
 
     async def run(self) -> None:
-        """To the job's end. Raises OwnershipLost, or NsmError where the store fails: then somebody goes on later."""
-        if not self.job.has_ended:
+        if not self.work.has_ended:
             try:
                 await self._prepare()
                 await self._train()
@@ -71,29 +64,32 @@ class JobRun:
                 if not is_full(error):
                     raise
                 await self._fail(STORAGE_FULL, NO_ROOM)
-        self.services.metrics.tuning.ended(self.job.status)  # type: ignore[arg-type]
-        await self.library.close(self.job.tenant, self.job.id)
+        if self.work.is_paused:
+            logger.info("fine-tuning job %s: paused", self.work.id)
+            return
+        self.services.metrics.tuning.ended(self.work.status)  # type: ignore[arg-type]
+        await self.library.close(self.work)
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
-        logger.info("fine-tuning job %s: %s", self.job.id, self.job.status)
+        logger.info("fine-tuning job %s: %s", self.work.id, self.work.status)
 
     async def _prepare(self) -> None:
         """The files of examples as files of this machine."""
         await asyncio.to_thread(self.directory.mkdir, parents=True, exist_ok=True, mode=0o700)
-        fields = self.job.fields
+        fields = self.work.fields
         for name, param in ((TRAINING_FILE, "training_file"), (VALIDATION_FILE, "validation_file")):
             if fields[param] is None:
                 continue
-            file = await self.services.files.get(self.job.tenant, fields[param], param=param)
-            raw = await self.services.files.read(self.job.tenant, file, param=param)
+            file = await self.services.files.get(self.work.tenant, fields[param], param=param)
+            raw = await self.services.files.read(self.work.tenant, file, param=param)
             await asyncio.to_thread((self.directory / name).write_bytes, raw)
 
     async def _served(self) -> Services:
         """Of the model that the job names. Raises NotFound where it is not served any more."""
-        return await self.services.for_model(self.job.fields["model"])
+        return await self.services.for_model(self.work.fields["model"])
 
     async def _order(self) -> Order:
         served, settings = await self._served(), self.services.settings
-        path = settings.further_models().get(self.job.fields["model"], settings.model)
+        path = settings.further_models().get(self.work.fields["model"], settings.model)
         numerics = served.backend.model.numerics
         device = settings.device if settings.device.startswith("cuda") else "cuda"
         return Order(
@@ -103,12 +99,12 @@ class JobRun:
             template=served.settings.chat_template,
             device=device if numerics.startswith("cuda") else "cpu",
             num_threads=tuning_threads(settings.num_threads),
-            config=dataclasses.asdict(self.job.config),
+            config=dataclasses.asdict(self.work.config),
         )
 
     async def _train(self) -> None:
-        await self._change(lambda job: _if_open(job, lambda: job.changed(status="validating_files")))
-        if self.job.has_ended:
+        await self._change_active(lambda job: job.changed(status="validating_files"))
+        if not self.work.is_active:
             return
         order = json.dumps(dataclasses.asdict(await self._order())).encode() + b"\n"
         process = await asyncio.create_subprocess_exec(
@@ -132,10 +128,10 @@ class JobRun:
             await process.wait()
 
     async def _follow(self, output: asyncio.StreamReader) -> None:
-        """Until the job has ended; with a sign of life for each beat."""
+        """Until the job has ended or is paused; with a sign of life for each beat."""
         line = asyncio.create_task(output.readline())
         try:
-            while not self.job.has_ended:
+            while self.work.is_active:
                 wake = asyncio.create_task(self._wake.wait())
                 await asyncio.wait((line, wake), timeout=self.beat_s, return_when=asyncio.FIRST_COMPLETED)
                 wake.cancel()
@@ -153,14 +149,14 @@ class JobRun:
             line.cancel()
 
     async def _fail(self, code: str, message: str, param: str | None = None) -> None:
-        await self._change(lambda job: _if_open(job, lambda: job.failed(code, message, param)))
+        await self._change_active(lambda job: job.failed(code, message, param))
 
     async def _take(self, said: dict[str, Any]) -> None:
         """A line of the process."""
         kind = said.pop("kind")
         if kind == "started":
             words = "{num_train} examples, {num_held_out} held out, {num_steps} steps".format(**said)
-            await self._change(lambda job: _if_open(job, lambda: job.changed(status="running").with_event(words)))
+            await self._change_active(lambda job: job.changed(status="running").with_event(words))
         elif kind == "report":
             await self._report(said)
         elif kind == "failed":
@@ -183,11 +179,11 @@ class JobRun:
         left_s = (time.monotonic() - self._began) * (1 - share) / share if share else None
         finish = None if left_s is None else int(time.time() + left_s)
         fields = {"estimated_finish": finish, "trained_tokens": said["num_tokens"]}
-        await self._change(lambda job: _if_open(job, lambda: job.changed(**fields).with_event(words, data=data)))
+        await self._change_active(lambda job: job.changed(**fields).with_event(words, data=data))
 
     async def _succeed(self) -> None:
         """The state, then the last status. A state that the job made before a kill is not made again."""
-        services, job = await self._served(), self.job
+        services, job = await self._served(), self.work
         reference = await self._made_before()
         if reference is None:
             file = tuned_file(
@@ -208,28 +204,14 @@ class JobRun:
             reference = head.reference
         name = tuned_model_name(services.model_name, reference)
         words = f"the state {reference} is there"
-        await self._change(
-            lambda job: _if_open(job, lambda: job.ended("succeeded", fine_tuned_model=name).with_event(words))
-        )
+        await self._change_active(lambda job: job.ended("succeeded", fine_tuned_model=name).with_event(words))
+
+    async def _change_active(self, change: Callable[[Job], Job]) -> None:
+        """A job that was cancelled or paused meanwhile stays so."""
+        await self._change(lambda job: change(job) if job.is_active else job)
 
     async def _made_before(self) -> str | None:
-        for head in await self.services.states.list(self.job.tenant):
-            if head.metadata.get(STATE_JOB) == self.job.id:
+        for head in await self.services.states.list(self.work.tenant):
+            if head.metadata.get(STATE_JOB) == self.work.id:
                 return head.reference
         return None
-
-    async def _change(self, change: Callable[[Job], Job]) -> None:
-        """Changes the job, with a sign of life. Raises OwnershipLost."""
-
-        def with_beat(job: Job) -> Job:
-            if job.ownership is None or job.ownership.owner != self.owner:
-                raise OwnershipLost
-            changed = change(job)
-            return dataclasses.replace(changed, ownership=Ownership(owner=self.owner, beat=job.ownership.beat + 1))
-
-        self.job = await self.library.change(self.job.tenant, self.job.id, with_beat)
-
-
-def _if_open(job: Job, change: Callable[[], Job]) -> Job:
-    """A job that was cancelled meanwhile stays so."""
-    return job if job.has_ended else change()

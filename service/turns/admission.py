@@ -17,7 +17,7 @@ from service.backends.base import InferenceBackend
 from service.state.earlier import stored_at
 from service.state.keeper import StateKeeper
 from service.state.origin import with_origins_snapshot
-from service.state.other_model import other_model, shown_model
+from service.state.other_model import require_own_model, shown_model
 from service.state.rebuild import LostState, read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_after, resume_known
 from service.stores.sessions.base import LogPoint, SessionHead, SessionStore
@@ -175,6 +175,7 @@ class TurnAdmission:
         with _count_failures(self.metrics):
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self.backend.model, self.backend.tokenizer
+            await require_own_model(held.stored.head, model, tokenizer_fingerprint=tokenizer.fingerprint)
             if request.after is not None:
                 start = await self._resume_after(held, request.after)
             elif held.hot is not None:
@@ -210,23 +211,17 @@ class TurnAdmission:
         """The turn will read the whole log, from the start, before its own input."""
         replay = await read_replay(self.store, lost, head)
         model, tokenizer = self.backend.model, self.backend.tokenizer
-        reason: str = lost.reason
-        if lost.reason == "fingerprint_mismatch":
-            reason = await asyncio.to_thread(_other_model, head.model_fingerprint, model.fingerprint)
-        logger.warning("session %s: state %s, made again from %d tokens", head.session_id, reason, len(replay.log_ids))
+        logger.warning(
+            "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
+        )
         return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
 
 
 def _other_turn(fingerprint: str, running: str) -> str:
     return (
         f"the turn was begun by model {shown_model(fingerprint)}, this server runs {shown_model(running)}: only a "
-        "server with the former can end it; a new turn of the session takes its place"
+        "server with the former can end it; once the session is this model's, a new turn takes its place"
     )
-
-
-def _other_model(fingerprint: str, running: str) -> str:
-    shown, ways = other_model(fingerprint)
-    return f"of model {shown}, not of {shown_model(running)} ({ways})"
 
 
 @contextlib.contextmanager

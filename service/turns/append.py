@@ -15,6 +15,7 @@ from nsm_core.errors import EngineDead, NsmError, Overloaded
 from nsm_core.sampling.params import SEED_BITS, SamplingParams
 from service.backends.base import InferenceBackend
 from service.state.keeper import StateKeeper
+from service.state.other_model import require_own_model
 from service.state.rebuild import read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known
 from service.stores.sessions.base import Commit, SessionHead, SessionStore
@@ -189,6 +190,7 @@ def progress_of(record: TurnRecord) -> dict[str, Any]:
 async def _resume(backend: InferenceBackend, store: SessionStore, held: HeldLease) -> ResumedSession:
     """The session's state, or its log to be read again."""
     model, tokenizer, head = backend.model, backend.tokenizer, held.stored.head
+    await require_own_model(head, model, tokenizer_fingerprint=tokenizer.fingerprint)
     if held.hot is not None:
         return resume_known(head, held.hot, model=model, tokenizer=tokenizer)
     found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)

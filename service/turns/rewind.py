@@ -12,6 +12,7 @@ from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to, with_newest
 from service.state.log_location import LogLocation, marks_up_to
+from service.state.other_model import require_own_model
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, require_version, resume
 from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
@@ -48,6 +49,7 @@ async def rewind_session(
         head = held.stored.head
         model, tokenizer = backend.model, backend.tokenizer
         require_version(head, request.expected_version)
+        await require_own_model(head, model, tokenizer_fingerprint=tokenizer.fingerprint)
         # refuses a log that this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
         marks = await store.log_marks(request.key)

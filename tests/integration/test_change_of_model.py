@@ -1,4 +1,4 @@
-"""A store whose sessions another model made: the server says so, their texts go on, and commands move them."""
+"""A store whose sessions another model made: the server refuses their turns, and commands move them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ async def printed(*command: str, data_dir: Path) -> str:
     return (await asyncio.to_thread(CliRunner().invoke, app, words)).stdout
 
 
-async def test_R3_sessions_of_another_model_go_on_from_their_logs_after_a_kill(tmp_path: Path) -> None:
+async def test_R3_sessions_of_another_model_are_refused_until_they_are_moved(tmp_path: Path) -> None:
     async with running(OLD, tmp_path) as server:
-        first = await server.say_once("known", OPENING, **TURN)
+        await server.say_once("known", OPENING, **TURN)
         await server.create("killed")
         server.client.headers.update(IDENTITY)
         await server.kill_in_mid_stream("killed", OPENING, seed=7)
@@ -50,14 +50,27 @@ async def test_R3_sessions_of_another_model_go_on_from_their_logs_after_a_kill(t
         assert "was begun by model pulse-books-small (" in await refused(
             server, "/v1/sessions/killed/generate", **unfinished
         )
-        again = await server.say("known", " and then", max_tokens=8)
-        assert again["session"] == {
-            "id": "known", "version": 2, "rebuilt": "fingerprint_mismatch", "position": again["session"]["position"]
-        }  # fmt: skip
-        assert again["usage"]["prompt_tokens_details"]["replayed_tokens"] == first["session"]["position"]
-        assert (await server.client.get("/v1/sessions/known/states")).status_code == 200
-        instead = await server.say("killed", "Chapter two.", max_tokens=8)  # a new turn, in place of the one begun
+        for path, body in (
+            ("generate", {"input": " and then", "max_tokens": 8}),
+            ("append", {"input": " and then"}),
+            ("rewind", {"to_position": 3}),
+            ("fork", {"id": "earlier", "position": 3}),
+        ):
+            message = await refused(server, f"/v1/sessions/known/{path}", **body)
+            assert "session 'known' was made by model pulse-books-small (" in message
+            assert ways in message
+        shown = (await server.client.get("/v1/sessions/known")).json()
+        assert (shown["version"], shown["model"]) == (1, None)
+        assert OPENING in (await server.client.get("/v1/sessions/known/text")).text
+        assert (await server.client.get("/v1/sessions/known/export")).status_code == 200
+        assert (await server.client.post("/v1/sessions/known/fork", json={"id": "copy"})).status_code == 200
+        assert (await server.client.delete("/v1/sessions/copy")).status_code == 200
+        instead = await server.say("killed", "Chapter two.", max_tokens=8)  # nothing was committed: a new turn
         assert instead["session"]["version"] == 1
+    async with running(OLD, tmp_path) as server:  # back: as if nothing had been
+        again = await server.say("known", " and then", max_tokens=8)
+        assert "rebuilt" not in again["session"]
+        assert again["session"]["version"] == 2
 
 
 async def test_R3_migrated_sessions_go_on_from_a_state_of_the_new_model(tmp_path: Path) -> None:

@@ -80,6 +80,29 @@ async def check_kill(store: dict[str, object], model: Path, data_dir: Path) -> N
         await asyncio.to_thread(wait_until, lambda: not list(directory.glob("*")), "the end of the job's files")
 
 
+async def test_paused_job_stays_so_over_a_kill_and_is_resumed_from_its_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, object] = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "LEASE_S": 1, "FINE_TUNING_JOBS": 1}
+    async with running(settings, tmp_path) as server:
+        assert (await finished(server, await begin(server)))["status"] == "succeeded"
+        expected = await numbers_of(server, "yes@1")
+        job_id = await begin(server)
+        await wait_for_step(server, job_id, 6)
+        paused = (await server.client.post(f"{JOBS}/{job_id}/pause")).json()
+        assert paused["status"] == "paused", paused
+        server.process.kill()
+        assert await server.process.wait() == -9
+    async with running(settings, tmp_path) as server:
+        assert (await finished(server, await begin(server)))["status"] == "succeeded"  # another has its turn
+        assert (await server.client.get(f"{JOBS}/{job_id}")).json()["status"] == "paused"
+        assert (await server.client.post(f"{JOBS}/{job_id}/resume")).json()["status"] == "queued"
+        job = await finished(server, job_id)
+        assert job["fine_tuned_model"].endswith(":yes@3"), job
+        assert (await steps_of(server, job_id)).count(0) == 1  # it did not begin again
+        assert await numbers_of(server, "yes@3") == expected
+
+
 async def test_job_of_a_killed_server_goes_on_sqlite(tiny_model_dir: Path, tmp_path: Path) -> None:
     await check_kill({}, tiny_model_dir, tmp_path)
 

@@ -28,7 +28,7 @@ COMMIT, FETCH = "nsm_state_commit_seconds", "nsm_state_fetch_seconds"
 STEPS = "nsm_engine_steps_total"
 FAILED = f"""({rate(REQUESTS, 'status=~"5.."')} or vector(0))"""
 PROMPT_TOKENS = f"({rate(RESUMED)} + {rate(COMPUTED)})"
-UNUSABLE = 'outcome=~"missing|corrupt|fingerprint_mismatch|refused"'
+UNUSABLE = 'outcome=~"missing|corrupt|refused"'
 LAYER = "layer {{layer}}"
 VERSIONS = f'label_replace({select("nsm_model_info")}, "version", "$1", "fingerprint", "(.{{12}}).*")'
 STATE_HITS, STATE_MISSES = rate("nsm_triton_state_hits_total"), rate("nsm_triton_state_misses_total")
@@ -191,9 +191,8 @@ def boards() -> list[Dashboard]:
             Section("Resuming", (
                 series("Stored states by outcome", {"{{outcome}}": rate("nsm_session_resume_total", by="outcome")},
                     "ops",
-                    "hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no "
-                    "such session, or a damaged log; refused: not this session's state, or of a "
-                    "model with another tokenizer.",
+                    "hit: used as stored; missing, corrupt: made again from the log; miss: no such session, or a "
+                    "damaged log; refused: not this session's state, or of a model that is not served.",
                     is_stacked=True),
                 series("Where states came from", {"{{source}}": rate("nsm_state_source_total", by="source")}, "ops",
                     "memory: the process had it; store: a snapshot; log: a snapshot, if there is one, and the log "

@@ -13,9 +13,9 @@ from service.telemetry.metrics.shared import is_shared
 # files: no database, without a table, or removed, moved or replaced while open; lost_writes: a start without all that
 # was acknowledged before; log: a session's tokens; snapshot: a state that was not made again, a head, another record
 DamagedPart = Literal["files", "lost_writes", "log", "snapshot"]
-# hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
-# that is damaged as well; refused: not this session's state, or of a model with another tokenizer
-Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
+# hit: used as stored; missing, corrupt: made again from the log; miss: no such session, or a log that is damaged as
+# well; refused: not this session's state, or of a model that is not served
+Outcome = Literal["hit", "missing", "corrupt", "miss", "refused"]
 # memory: it was in this process; store: a snapshot of the head; log: tokens had to be read again
 Source = Literal["memory", "store", "log"]
 # committed: with its turn; stored: after it; outdated: the session had moved on; dropped: too many at once; failed

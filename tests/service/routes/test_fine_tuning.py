@@ -164,6 +164,40 @@ async def test_cancelled_job_ends_at_once_and_leaves_nothing(server: Gateway) ->
     assert [one.id async for one in server.openai.fine_tuning.jobs.list(limit=1)] == [next_job.id, job.id]
 
 
+async def test_paused_job_lets_others_run_and_goes_on_when_it_is_resumed(server: Gateway) -> None:
+    jobs = server.openai.fine_tuning.jobs
+    whole = await ended(server, await begin(server, suffix="whole"))
+    held, other = await begin(server, suffix="held"), await begin(server, suffix="other")
+    assert (await jobs.pause(held.id)).status == "paused"
+    assert (await jobs.pause(held.id)).status == "paused"  # a retry
+    assert (await ended(server, other)).status == "succeeded"
+    assert (await jobs.retrieve(held.id)).status == "paused"
+    resumed = await jobs.resume(held.id)
+    assert resumed.status == "queued"
+    done = await ended(server, held)
+    assert (done.status, done.trained_tokens) == ("succeeded", whole.trained_tokens)
+    messages = [event.message async for event in jobs.list_events(held.id)]
+    assert messages.count("the job was paused") == 1
+    assert "the job was resumed and waits for its turn" in messages
+    for act in (jobs.pause, jobs.resume):
+        with pytest.raises(openai.BadRequestError, match="has succeeded: it cannot be"):
+            await act(held.id)
+    with pytest.raises(openai.NotFoundError):
+        await jobs.pause("ftjob-none")
+
+
+async def test_pause_ends_the_process_of_a_running_job(server: Gateway) -> None:
+    job = await begin(server, hyperparameters=LONG)
+    while job.status != "running":
+        await asyncio.sleep(0.05)
+        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
+    assert (await server.openai.fine_tuning.jobs.pause(job.id)).status == "paused"
+    await until(lambda: server.metric("nsm_fine_tuning_jobs_running") == 0)
+    assert (await server.openai.fine_tuning.jobs.retrieve(job.id)).status == "paused"
+    assert (await server.openai.fine_tuning.jobs.cancel(job.id)).status == "cancelled"
+    await until(lambda: server.metric("nsm_fine_tuning_jobs_total", status="cancelled") == 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -344,6 +344,26 @@ async def test_tokens_are_those_of_the_model(model: str | None) -> None:
     assert status == ("unloaded" if model is None else "loaded")
 
 
+async def test_a_session_whose_model_is_no_longer_named_is_refused(tmp_path: Path) -> None:
+    """Also a chain of responses. It goes on once the model is named again."""
+    store = tmp_path / "sessions.db"
+    async with serving(Shelf("blue"), store=SqliteSessionStore(store)) as server:
+        await create_session(server, id="s", model="blue")
+        path, body = "/v1/sessions/s/generate", {"input": "x", "max_tokens": 40}
+        assert (await server.client.post(path, json=body)).status_code == 200
+    for shelf in (Shelf(), Shelf("red")):
+        async with serving(shelf, store=SqliteSessionStore(store)) as server:
+            response = await server.client.post(path, json=body)
+            error = error_of(response)
+            assert (response.status_code, error["code"]) == (409, "state_mismatch")
+            assert "`nsm sessions migrate`" in error["message"]
+            assert "`nsm serve --model DIRECTORY`" in error["message"]
+            assert (await server.client.get("/v1/sessions/s")).json()["version"] == 1
+    async with serving(Shelf("blue"), store=SqliteSessionStore(store)) as server:
+        answer = (await server.client.post(path, json=body)).json()
+        assert (answer["model"], answer["session"]["version"]) == ("blue", 2)
+
+
 async def test_a_restart_finds_the_sessions_of_all_models(tmp_path: Path) -> None:
     """A server without the model shows the session without a name."""
     for shelf, shown in ((Shelf("blue"), "blue"), (Shelf("red", "blue"), "blue"), (Shelf(), None)):
