@@ -145,8 +145,15 @@ class Report:
         closest = "".join(
             f", {_stored_in(form)}differing by at most {size:.2g}" for form, size in self._differences.items()
         )
-        nothing = "; nothing was compared: --model names the model that made them" if self.has_missed_all else ""
-        print(f"verify: {_tally(self.counts, VERIFIED)}{closest}{nothing}")
+        print(f"verify: {_tally(self.counts, VERIFIED)}{closest}{self._why_nothing()}")
+
+    def _why_nothing(self) -> str:
+        """Where no state was compared."""
+        if self.has_missed_all:
+            return "; nothing was compared: --model names the model that made them"
+        if self.counts["no_state"] and not self._compared:
+            return "; nothing was compared: the store has no state of these sessions yet, their turns read the logs"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         return {

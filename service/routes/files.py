@@ -22,6 +22,7 @@ from service.web.openapi import ERROR_RESPONSES, answers
 
 MAX_PAGE = 10_000  # OpenAI's
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 16}}'
 FORM: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -36,7 +37,8 @@ FORM: dict[str, Any] = {
                         "expires_after[anchor]": {"enum": ["created_at"]},
                         "expires_after[seconds]": {"type": "integer"},
                     },
-                }
+                },
+                "example": {"file": LINE, "purpose": "batch"},
             }
         },
     }

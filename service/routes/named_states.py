@@ -11,7 +11,7 @@ from starlette.responses import Response
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.named_states.create import create_state, naming_field
 from service.named_states.reference import Reference, parse_reference
-from service.routes.sessions import FILE_BODY, FILE_RESPONSES, FILE_TYPE, require_file_type
+from service.routes.sessions import FILE_RESPONSES, FILE_TYPE, file_body, require_file_type
 from service.schemas.answers import DeletedAnswer, NamedStateAnswer, NamedStatePage
 from service.schemas.states import CreateStateBody, check_state_name
 from service.stores.sessions.key import SessionKey
@@ -100,7 +100,7 @@ async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantD
     "/v1/states/import",
     summary="Import a named state from a file",
     response_class=Response,
-    openapi_extra=FILE_BODY,
+    openapi_extra=file_body("/v1/states/sailor/export"),
     responses=answers(NamedStateAnswer),
 )
 async def import_file(

@@ -50,10 +50,17 @@ from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
 MAX_PAGE = 100
 FILE_TYPE = "application/octet-stream"
 FILE_CONTENT = {"content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-FILE_BODY = {"requestBody": {"required": True, **FILE_CONTENT}}
+
 FILE_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **FILE_CONTENT}}
 
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
+
+
+def file_body(url: str) -> dict[str, Any]:
+    """`openapi_extra=` of a route whose body is a file. `url`: where an example of it is."""
+    example = {"exported": {"summary": f"the answer of GET {url}", "externalValue": url}}
+    content = {FILE_TYPE: {**FILE_CONTENT["content"][FILE_TYPE], "examples": example}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def get_session_key(session_id: Annotated[str, Path()], tenant: TenantDep) -> SessionKey:
@@ -327,7 +334,7 @@ async def export_session(key: SessionKeyDep, services: ServicesDep, arrival: Arr
     "/v1/sessions/import",
     summary="Import a session from a file",
     response_class=Response,
-    openapi_extra=FILE_BODY,
+    openapi_extra=file_body("/v1/sessions/harbour/export"),
     responses=answers(SessionAnswer),
 )
 async def import_file(

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 
 from nsm_core.errors import InvalidRequest
 from service.schemas.common import MAX_TOKEN_IDS, RequestBody
+from service.schemas.tuned_model import base_model
 from service.web.errors import shown
 
 MAX_INPUTS = 256
@@ -43,12 +44,22 @@ def _check_input(value: Any) -> Any:
     return inputs
 
 
+def _check_model(value: str) -> str:
+    """Raises InvalidRequest for a tuned state: vectors tell how far a text moved the model's own start."""
+    if base_model(value) != value:
+        raise InvalidRequest(
+            f"model must be a model without a tuned state here: {base_model(value)!r}; embeddings have no other start",
+            param="model",
+        )
+    return value
+
+
 class EmbeddingsBody(RequestBody):
     """Texts whose states become vectors."""
 
     ignored: ClassVar = {"user": str}
 
-    model: str | None = None
+    model: Annotated[str, AfterValidator(_check_model)] | None = None
     input: Annotated[Any, AfterValidator(_check_input), WithJsonSchema(INPUT_SCHEMA)]
     dimensions: int = Field(default=DEFAULT_DIMENSIONS, ge=1, le=MAX_DIMENSIONS)
     encoding_format: Literal["float", "base64"] = "float"

@@ -22,9 +22,19 @@ def with_named_state(fields: Any) -> Any:
     model = fields.get("model") if isinstance(fields, dict) else None
     if not isinstance(model, str) or not model.startswith(PREFIX):
         return fields
-    base, colon, reference = model.removeprefix(PREFIX).rpartition(":")
-    if not colon or not base or not reference:
-        raise InvalidRequest("model must be ft:MODEL:NAME or ft:MODEL:NAME@VERSION", param="model")
+    base, reference = _parts(model)
     if fields.get("state") is not None:
         raise InvalidRequest("state and a model that names a state exclude each other", param="state")
     return {**fields, "model": base, "state": reference}
+
+
+def base_model(model: str) -> str:
+    """The model's own name, where that of a tuned state may stand beside it. Raises InvalidRequest."""
+    return _parts(model)[0] if model.startswith(PREFIX) else model
+
+
+def _parts(model: str) -> tuple[str, str]:
+    base, colon, reference = model.removeprefix(PREFIX).rpartition(":")
+    if not colon or not base or not reference:
+        raise InvalidRequest("model must be ft:MODEL:NAME or ft:MODEL:NAME@VERSION", param="model")
+    return base, reference

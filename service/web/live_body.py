@@ -30,8 +30,14 @@ LIVE_OPERATION: dict[str, Any] = {
     ],
     "requestBody": {
         "content": {
-            LINES: {"schema": {"type": "string", "description": 'lines of {"text": …}, read as they come'}},
-            TEXT: {"schema": {"type": "string", "description": "UTF-8, read as it comes"}},
+            LINES: {
+                "schema": {"type": "string", "description": 'lines of {"text": …}, read as they come'},
+                "example": '{"text": "Meanwhile, "}\n{"text": "in the harbour,"}\n',
+            },
+            TEXT: {
+                "schema": {"type": "string", "description": "UTF-8, read as it comes"},
+                "example": "Meanwhile, in the harbour,",
+            },
         }
     },
 }

@@ -90,6 +90,42 @@ async def test_every_operation_has_a_summary_of_its_own_and_an_example_of_each_b
     assert [summary for summary, count in summaries.items() if count > 1 or summary.endswith(".")] == []
 
 
+async def test_every_type_of_a_body_has_an_example_that_is_accepted() -> None:
+    """Of JSON bodies see test_an_example_is_accepted."""
+    async with gateway(FakeBackend()) as server:
+        schema = (await server.client.get("/openapi.json")).json()
+        await prepared(server)
+        await server.client.post("/v1/states", json=REQUESTS["CreateStateBody"])
+        given = {"/v1/sessions/import": {"id": "again"}, "/v1/states/import": {"name": "again"}}
+        seen = []
+        for path, methods in schema["paths"].items():
+            for method, operation in methods.items():
+                for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+                    if kind == "application/json":
+                        assert names_in(operation["requestBody"]), path
+                        continue
+                    seen.append((path, kind))
+                    url = path.replace("{session_id}", "harbour")
+                    response = await server.client.request(
+                        method, url, params=given.get(path), **await sent(server, kind, content)
+                    )
+                    assert response.status_code == 200, response.text
+    assert len(seen) == 5
+
+
+async def sent(server: Gateway, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The example of a type of body, as a client sends it."""
+    if kind == "multipart/form-data":
+        fields = dict(content["example"])
+        return {"files": {"file": ("in.jsonl", fields.pop("file").encode())}, "data": fields}
+    if "examples" in content:
+        (example,) = content["examples"].values()
+        raw = (await server.client.get(example["externalValue"])).content
+    else:
+        raw = content["example"].encode()
+    return {"content": raw, "headers": {"content-type": kind}}
+
+
 def names_in(part: dict[str, Any]) -> set[str]:
     """Of the schemas that a request body or an answer refers to."""
     return set(re.findall(r"#/components/schemas/(\w+)", json.dumps(part.get("content", {}))))

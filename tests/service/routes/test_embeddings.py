@@ -76,3 +76,12 @@ async def test_an_unknown_model_is_404(tiny_tokenizer: Tokenizer) -> None:
     async with gateway(local_backend(tiny_tokenizer), is_live=True) as server:
         with pytest.raises(openai.NotFoundError):
             await server.openai.embeddings.create(model="other", input="a")
+
+
+@pytest.mark.parametrize(("model", "words"), [("ft:fake-nsm:yes@1", "'fake-nsm'"), ("ft:fake-nsm", "ft:MODEL:NAME")])
+async def test_a_tuned_state_is_refused_by_name(model: str, words: str) -> None:
+    async with gateway(FakeBackend()) as server:
+        response = await server.client.post("/v1/embeddings", json={"input": "x", "model": model})
+        error = error_of(response)
+        assert (response.status_code, error["param"]) == (400, "model")
+        assert words in error["message"]

@@ -289,6 +289,24 @@ async def refused(url: str, **kwargs: Any) -> tuple[int, dict[str, Any]]:
     return response.status_code, json.loads(response.body)["error"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "missing Sec-WebSocket-Key"),
+        ({"sec-websocket-key": "short", "sec-websocket-version": "13"}, "invalid Sec-WebSocket-Key"),
+        ({"sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version": "8"}, "Sec-WebSocket-Version"),
+    ],
+)
+async def test_a_handshake_that_is_none_is_refused_as_any_request(
+    server: Gateway, headers: dict[str, str], words: str
+) -> None:
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket"}
+    refused = await server.client.get("/v1/realtime", headers={**upgrade, **headers})
+    error = error_of(refused)
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    assert words in error["message"]
+
+
 async def test_only_whoever_may_call_the_server_may_connect(tmp_path: Path) -> None:
     made = make_key("acme")
     keys = write_keys(tmp_path / "keys.toml", made, acme="")

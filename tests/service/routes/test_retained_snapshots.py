@@ -13,6 +13,8 @@ from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot
 from service.stores.sessions.sqlite import SqliteSessionStore
+from service.transfer.migrate import Migrator
+from service.turns.lease import Leases
 from tests.service.routes.test_session_rewind import KEY, create, log_of, ok, rewind, say, snapshot_of
 from tests.support.backends import MakeBackend
 from tests.support.fakes import FakeBackend, state_after
@@ -150,11 +152,13 @@ async def test_another_models_are_dropped_with_its_state(tmp_path: Path) -> None
     async with gateway(FakeBackend(), store=store) as server:
         await long_turns(server, 3)
         assert await retained_in(server)
-    async with gateway(FakeBackend(fingerprint="new"), store=store) as server:
-        await say(server, *LONG)
+    newer = FakeBackend(fingerprint="new")
+    async with gateway(newer, store=store) as server:
+        leases = Leases(store, lease_s=10.0, metrics=server.services.metrics)
+        assert [one.outcome async for one in Migrator(store, newer, leases).run([KEY])] == ["migrated"]
         assert await retained_in(server) == ()
         await say(server, *LONG)
-        assert [one.version for one in await retained_in(server)] == [4]
+        assert [one.version for one in await retained_in(server)] == [4]  # the state that the migration made
 
 
 async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> None:

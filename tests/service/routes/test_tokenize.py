@@ -88,3 +88,14 @@ async def test_no_more_tokens_than_a_prompt_may_have() -> None:
         response = await server.client.post("/detokenize", json={"tokens": [5] * 11})
         assert response.status_code == 400
         assert error_of(response)["message"] == "tokens must have at most 10 tokens, got 11"
+
+
+async def test_a_tuned_states_name_stands_for_its_models_tokens(server: Gateway) -> None:
+    own = server.services.model_name
+    for path, body in (("/tokenize", {"prompt": "Once"}), ("/detokenize", {"tokens": [5, 6]})):
+        plain = (await server.client.post(path, json=body)).json()
+        assert (await server.client.post(path, json={**body, "model": f"ft:{own}:yes@1"})).json() == plain
+        refused = await server.client.post(path, json={**body, "model": "ft:yes"})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "model")
+        unknown = await server.client.post(path, json={**body, "model": "ft:other:yes"})
+        assert (unknown.status_code, error_of(unknown)["param"]) == (404, "model")
