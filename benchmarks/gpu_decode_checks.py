@@ -26,7 +26,7 @@ from nsm_core.sampling.sampler import Sampler, SamplingRow
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State
 
-FP32_TOLERANCE = 2e-4  # of docs/model.md, for whole steps
+FP32_TOLERANCE = 2e-4  # of benchmarks/notes/model.md, for whole steps
 LINEAR_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BATCHES = (1, 7, 32, 128)  # of the test of invariance
 

@@ -23,9 +23,9 @@ RAW_STATE_BYTES = 3_780_616  # of pulse-books: benchmarks/results/state_dtype-cp
 STORED = {"fp32": 1.000, "fp16": 0.500, "int8": 0.258}  # the same file: of a snapshot
 # The same file: of a session of 1,000 turns of 80 tokens in Redis, with so many older snapshots
 IN_REDIS = {"fp32": (1.21, 2.31, 3.42), "fp16": (0.65, 1.21, 1.76), "int8": (0.37, 0.65, 0.93)}
-LOG_TOKEN_BYTES = 4  # docs/redis.md
+LOG_TOKEN_BYTES = 4  # benchmarks/notes/redis.md
 RETAINED_FROM_TOKENS = 256  # docs/sessions.md: an older snapshot that spares less is not kept
-# docs/redis.md: 2.25 MB read in 8.4 ms and written in 5.5 ms over one connection (`everysec`)
+# benchmarks/notes/redis.md: 2.25 MB read in 8.4 ms and written in 5.5 ms over one connection (`everysec`)
 SHARD_BYTES_PER_S = 2 * 2_250_000 / (0.0084 + 0.0055)
 SHARD_USED = 0.5  # the share of that to plan with
 SHARD_FILL = 0.75  # and of `maxmemory`

@@ -13,7 +13,8 @@ from nsm_core.state.spec import State
 class Mixer(nn.Module, abc.ABC):
     """A layer with a fixed-size state. Functional: it never modifies a given state.
 
-    `forward` over any split of a text and `step` token by token agree within the tolerances of docs/model.md.
+    `forward` over any split of a text and `step` token by token agree within the tolerances of
+    benchmarks/notes/model.md.
     """
 
     @abc.abstractmethod

@@ -36,8 +36,8 @@ def _layer_state(state: State, layer: int) -> State:
 class NsmModel(nn.Module):
     """A stack of blocks, of the kinds that the layer pattern names, with tied input and output embeddings.
 
-    `forward` over any split of a text and `step` token by token agree within the tolerances of docs/model.md. Both are
-    functional: a given state stays as it is.
+    `forward` over any split of a text and `step` token by token agree within the tolerances of
+    benchmarks/notes/model.md. Both are functional: a given state stays as it is.
     """
 
     def __init__(self, config: ModelConfig) -> None:

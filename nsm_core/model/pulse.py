@@ -1,4 +1,4 @@
-"""The PULSE linear-gate layer: routed slot memory (docs/model.md, equations 1-6, "How slots are read")."""
+"""The PULSE linear-gate layer: routed slot memory (docs/model.md, equations 1-6)."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from tests.support.triton_servers import MODEL, RunningTriton, TritonClient
 pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = (ROOT / "docs" / "triton.md").read_text("utf-8")
+DOCUMENT = "".join((ROOT / folder / "triton.md").read_text("utf-8") for folder in ("docs", "benchmarks/notes"))
 NUM_REQUESTS, NUM_TOKENS = 24, 5  # of the load
 
 
 def documented(program: str) -> list[str]:
-    """The commands of docs/triton.md that run a program, each in one line."""
+    """The commands of docs/triton.md and its notes that run a program, each in one line."""
     lines = DOCUMENT.replace("\\\n", " ").splitlines()
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ") and program in line]
 

@@ -1,8 +1,8 @@
 """Sessions in Redis or Valkey: one server, one watched by Sentinels, or a cluster. Any number of gateways share them.
 
-A session is seven kinds of keys under one hash tag (docs/redis.md). Each transition is one Lua script, and its clock is
-the server's. Megabytes stay out of Lua: a snapshot is first written with a plain SET under a short expiry, and the
-script that moves the head renames it into its place.
+A session is seven kinds of keys under one hash tag (benchmarks/notes/redis.md). Each transition is one Lua script, and
+its clock is the server's. Megabytes stay out of Lua: a snapshot is first written with a plain SET under a short expiry,
+and the script that moves the head renames it into its place.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import random_model, small_config
 
 VOCAB = 48
-TOLERANCE = 2e-4  # of docs/model.md
+TOLERANCE = 2e-4  # of benchmarks/notes/model.md
 
 Make = Callable[..., Executor]
 Model = NsmModel | Rwkv7Model

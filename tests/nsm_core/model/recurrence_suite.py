@@ -23,7 +23,7 @@ from nsm_core.state.quantize import StateFormat, rounded_state
 from nsm_core.state.spec import State
 from tests.support.counts import scaled
 
-FP32_TOLERANCE = 2e-4  # docs/model.md, "Tolerances"
+FP32_TOLERANCE = 2e-4  # benchmarks/notes/model.md, "Tolerances"
 FP64_TOLERANCE = 1e-10
 CONFIG = ModelConfig(
     vocab_size=300, d_model=32, num_layers=3, num_heads=2, num_memory_slots=16, write_top_k=4, mlp_hidden=64,

@@ -16,7 +16,7 @@ from nsm_core.ops.slot_scan.step import slot_step
 from tests.support.counts import scaled
 
 HEADS, SLOTS, HEAD_DIM = 3, 16, 8
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}  # docs/model.md, "Tolerances"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}  # benchmarks/notes/model.md, "Tolerances"
 
 
 def make_inputs(batch: int, num_tokens: int, dtype: torch.dtype, *, decay: str = "mixed") -> dict[str, Tensor]:

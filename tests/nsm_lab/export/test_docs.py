@@ -1,4 +1,4 @@
-"""The programs of docs/export.md, as they stand there, where neither this package nor torch can be imported."""
+"""The programs of docs/export.md and its notes, as they stand, where neither this package nor torch can be imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from nsm_core.model.loader import load_checkpoint
 
-DOCS = Path(__file__).parents[3] / "docs" / "export.md"
+ROOT = Path(__file__).parents[3]
+PAGES = (ROOT / "docs" / "export.md", ROOT / "benchmarks" / "notes" / "export.md")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['nsm_core'] = None\n"
 
 
@@ -21,7 +22,8 @@ def run(program: str, folder: Path) -> str:
 
 
 def programs() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_the_example_writes_what_the_model_writes(bundled: Path) -> None:

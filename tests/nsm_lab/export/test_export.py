@@ -28,7 +28,7 @@ from tests.nsm_core.model.test_nsm import ALLOCATING, KINDS
 from tests.nsm_lab.baselines.patterns import PATTERNS
 from tests.support.models import random_model, save_small_model, small_config
 
-TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}  # docs/export.md
+TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}  # benchmarks/notes/export.md
 NUM_TOKENS = 64
 BATCHES = (1, 2, 5)
 SMALL = {"gate_chunk": 8, "communication_interval": 64, "memory_rows": 12, "memory_width": 16}
