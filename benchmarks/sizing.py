@@ -2,7 +2,9 @@
 
 Arithmetic from figures that were measured (each names where), and a simulation (`benchmarks.sizing_fleet`) of a busy
 hour with the turns and pauses of the public traces in loadtests/traces: servers, requests that run at once, slots in
-use, first tokens, and what goes to and from the store. The same seed gives the same tables.
+use, first tokens, and what goes to and from the store. States in fp32 become snapshots as servers store them
+(service/state/keeper.py); rounded ones are stored with each turn. `read again`: tokens of sessions' logs, for a turn.
+The same seed gives the same tables.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sizing_fleet import Fleet, Outcome, Speed, TurnSize, conversations_of
+from benchmarks.sizing_fleet import Fleet, Outcome, Policy, Speed, TurnSize, conversations_of
 from loadtests.arrivals import TRACES, TraceRow, read_trace
+from service.state.keeper import AT_ONCE, BUSY_BYTES, IDLE_S, LONG_TURN_BYTES, MAX_LIMIT, MIN_LIMIT, REPLAY_S
 
 RAW_STATE_BYTES = 3_780_616  # of pulse-books: benchmarks/results/state_dtype-cpu.txt
 STORED = {"fp32": 1.000, "fp16": 0.500, "int8": 0.258}  # the same file: of a snapshot
 # The same file: of a session of 1,000 turns of 80 tokens in Redis, with so many older snapshots
 IN_REDIS = {"fp32": (1.21, 2.31, 3.42), "fp16": (0.65, 1.21, 1.76), "int8": (0.37, 0.65, 0.93)}
-LOG_TOKEN_BYTES = 4  # benchmarks/notes/redis.md
-RETAINED_FROM_TOKENS = 256  # docs/sessions.md: an older snapshot that spares less is not kept
+PACKED = 0.839  # benchmarks/results/state_packing-cpu.txt: of an fp32 snapshot, after 4,000 tokens
+TURN_BYTES = 3_100  # benchmarks/results/turn_commit-cpu.txt: a turn without snapshots, Redis `everysec`
+STATE_CACHE_BYTES = 256 * 2**20  # NSM_STATE_CACHE_MB
 # benchmarks/notes/redis.md: 2.25 MB read in 8.4 ms and written in 5.5 ms over one connection (`everysec`)
 SHARD_BYTES_PER_S = 2 * 2_250_000 / (0.0084 + 0.0055)
 SHARD_USED = 0.5  # the share of that to plan with
@@ -33,13 +37,14 @@ MOST_BUSY = 0.9  # servers: where the search begins
 
 SPEEDS = {
     # One thread. benchmarks/results/: engine-cpu.txt (native; a prompt of 8,192 tokens), gateway_cost-cpu.txt (paced
-    # sessions, 99.2 us a token), state_dtype-cpu.txt (fp32 encoded in 0.5 ms, decoded in 0.7)
+    # sessions, 99.2 us a token), state_packing-cpu.txt (a snapshot packed and unpacked)
     "cpu core": Speed(
         slots=16,
         read=3804.0,
         decode=((1, 916.0), (8, 2851.0), (16, 2833.0), (32, 2799.0)),
         token_s=99.2e-6,
-        turn_s=1.2e-3,
+        load_s=5.8e-3,
+        store_s=6.7e-3,
     ),
     # benchmarks/results/: gpu_ahead-h200.txt (through the engine, which looks ahead from 32 requests on),
     # gpu_decode-h200.txt (a prompt); the gateways' work is on other machines
@@ -48,7 +53,8 @@ SPEEDS = {
         read=1_300_000.0,
         decode=((1, 3146.0), (64, 134_612.0), (512, 351_499.0)),
         token_s=0.0,
-        turn_s=0.0,
+        load_s=0.0,
+        store_s=0.0,
     ),
 }
 
@@ -102,14 +108,21 @@ def memory_shards(sessions: int, dtype: str, retained: int, shard_gib: int) -> i
     return math.ceil(sessions * session_bytes(dtype, retained) / (shard_gib * 2**30 * SHARD_FILL))
 
 
-def store_bytes(rows: Sequence[TraceRow], dtype: str, retained: int) -> tuple[float, float]:
-    """Read and written for a turn, on average: its snapshot; the same, its log and often an older snapshot."""
-    turns = turns_of(rows)
-    state = RAW_STATE_BYTES * STORED[dtype]
-    tokens = statistics.fmean(turn.new_tokens + turn.output_tokens for turn in turns)
-    keeping = statistics.fmean(turn.new_tokens + turn.output_tokens >= RETAINED_FROM_TOKENS for turn in turns)
-    older = state * keeping if retained else 0.0
-    return state, state + tokens * LOG_TOKEN_BYTES + older
+def policy_of(speed: Speed, dtype: str) -> Policy:
+    """That of a server with default settings. On a GPU `in_memory` is rows of the device and of host memory."""
+    limit = 0 if dtype != "fp32" else min(max(MIN_LIMIT, round(REPLAY_S * speed.read)), MAX_LIMIT)
+    least, most = (factor * limit for factor in AT_ONCE)
+    return Policy(
+        limit=limit,
+        long=min(max(RAW_STATE_BYTES // LONG_TURN_BYTES, least), most),
+        busy=min(max(RAW_STATE_BYTES // BUSY_BYTES, least), most),
+        idle_s=IDLE_S,
+        in_memory=STATE_CACHE_BYTES // RAW_STATE_BYTES,
+    )
+
+
+def snapshot_bytes(dtype: str) -> float:
+    return RAW_STATE_BYTES * (PACKED if dtype == "fp32" else STORED[dtype])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +137,9 @@ class Found:
     slots_p99: float
     wait_p99_s: float
     first_token_p95_s: float
+    loaded: float  # snapshots read for a turn
+    stored: float  # and written
+    replayed: float  # tokens read again for a turn
 
 
 def find_servers(rows: Sequence[TraceRow], speed: Speed, turn_rate: float, objective_s: float, goal: Goal) -> Found:
@@ -136,17 +152,22 @@ def find_servers(rows: Sequence[TraceRow], speed: Speed, turn_rate: float, objec
         outcome = simulate(rows, speed, simulated, turn_rate * share, goal)
         first_s = percentile(outcome.first_tokens_s, 95)
         if first_s <= objective_s:
-            return describe(outcome, servers, share, load, first_s, speed)
+            return describe(outcome, servers, share, turn_rate, load, first_s, speed)
         servers = max(servers + 1, math.ceil(servers * 1.05))
 
 
 def simulate(rows: Sequence[TraceRow], speed: Speed, servers: int, turn_rate: float, goal: Goal) -> Outcome:
-    fleet = Fleet(rows, speed, servers=servers, turn_rate=turn_rate, seed=goal.seed)
+    policy = policy_of(speed, goal.dtype)
+    fleet = Fleet(rows, speed, servers=servers, turn_rate=turn_rate, seed=goal.seed, policy=policy)
     return fleet.run(warm_up_s=goal.warm_up_s, measured_s=max(goal.measured_s, goal.min_turns / turn_rate))
 
 
-def describe(outcome: Outcome, servers: int, share: float, load: float, first_s: float, speed: Speed) -> Found:
+def describe(
+    outcome: Outcome, servers: int, share: float, turn_rate: float, load: float, first_s: float, speed: Speed
+) -> Found:
     running, running_p99 = statistics.fmean(outcome.running) / share, percentile(outcome.running, 99) / share
+    loaded, stored, replayed = (value / outcome.turns for value in dataclasses.astuple(outcome.moved))
+    load += turn_rate * (loaded * speed.load_s + stored * speed.store_s + replayed / speed.read)
     return Found(
         servers=servers,
         busy=load / servers,
@@ -156,6 +177,9 @@ def describe(outcome: Outcome, servers: int, share: float, load: float, first_s:
         slots_p99=running_p99 / (servers * speed.slots),
         wait_p99_s=percentile(outcome.waits_s, 99),
         first_token_p95_s=first_s,
+        loaded=loaded,
+        stored=stored,
+        replayed=replayed,
     )
 
 
@@ -180,7 +204,8 @@ def size(name: str, machine: str, sessions: int, goal: Goal) -> dict[str, Any]:
     rows = read_trace(TRACES / workload.file)
     rate = goal.turn_rate(sessions)
     found = find_servers(rows, speed, rate, workload.first_token_s[machine], goal)
-    read, written = store_bytes(rows, goal.dtype, goal.retained)
+    read = found.loaded * snapshot_bytes(goal.dtype)
+    written = found.stored * snapshot_bytes(goal.dtype) + TURN_BYTES
     traffic = rate * (read + written)
     return {
         "workload": name,
@@ -196,9 +221,9 @@ def size(name: str, machine: str, sessions: int, goal: Goal) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "                                       running      slots in use      wait    first      MB/s of the store "
+    "                                       running      slots in use      wait    first     read    MB/s of the store "
     "      shards for\n"
-    "  sessions  turns/s  servers  busy    mean     p99    mean    p99   p99, s   p95, s       read   written "
+    "  sessions  turns/s  servers  busy    mean     p99    mean    p99   p99, s   p95, s    again       read   written "
     "  traffic  memory"
 )
 
@@ -215,6 +240,7 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['slots_p99']:>6.1%}",
         f"{row['wait_p99_s']:>8.2f}",
         f"{row['first_token_p95_s']:>8.2f}",
+        f"{row['replayed']:>8,.0f}",
         f"{row['read_bytes_per_s'] / 1e6:>10,.1f}",
         f"{row['written_bytes_per_s'] / 1e6:>9,.1f}",
         f"{row['shards_for_traffic']:>9,}",

@@ -14,14 +14,25 @@ from typing import Any
 import pytest
 
 from benchmarks import sizing
-from benchmarks.sizing import SPEEDS, Goal, find_servers, memory_shards, percentile, session_bytes, store_bytes
-from benchmarks.sizing_fleet import Fleet, Outcome, Speed, TurnSize, conversations_of
+from benchmarks.sizing import SPEEDS, Goal, find_servers, memory_shards, percentile, policy_of, session_bytes
+from benchmarks.sizing_fleet import (
+    Fleet,
+    Moved,
+    Outcome,
+    Policy,
+    Server,
+    Session,
+    Speed,
+    States,
+    TurnSize,
+    conversations_of,
+)
 from loadtests.arrivals import TraceRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # A processor that serves 100 tokens/s, however many share it
-PLAIN = Speed(slots=1_000, read=100.0, decode=((1, 100.0),), token_s=0.0, turn_s=0.0)
+PLAIN = Speed(slots=1_000, read=100.0, decode=((1, 100.0),), token_s=0.0, load_s=0.0, store_s=0.0)
 
 
 def poisson(rate: float, count: int, tokens: int) -> list[TraceRow]:
@@ -62,7 +73,7 @@ def test_who_finds_no_slot_waits_in_order_and_the_mean_is_that_of_theory() -> No
 def test_more_servers_carry_more_turns_alike() -> None:
     one, four = run(PLAIN, seconds=2_000), run(PLAIN, servers=4, rate=4.0, seconds=2_000)
     assert four.turns == pytest.approx(4 * one.turns, rel=0.05)
-    assert statistics.fmean(four.first_tokens_s) < statistics.fmean(one.first_tokens_s)  # a circle evens arrivals out
+    assert statistics.fmean(four.first_tokens_s) == pytest.approx(statistics.fmean(one.first_tokens_s), rel=0.2)
 
 
 def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
@@ -100,11 +111,11 @@ def test_percentiles() -> None:
 def test_the_fleet_that_is_found_keeps_the_objective_and_is_not_idle() -> None:
     goal = Goal(min_turns=200, warm_up_s=20.0, measured_s=60.0, max_servers=8)
     rows = poisson(1.0, 500, 25)
-    tight = find_servers(rows, PLAIN, 4.0, 0.4, goal)
+    tight = find_servers(rows, PLAIN, 4.0, 1.0, goal)
     loose = find_servers(rows, PLAIN, 4.0, 5.0, goal)
-    assert tight.first_token_p95_s <= 0.4
+    assert tight.first_token_p95_s <= 1.0
     assert tight.servers > loose.servers >= 3  # 2 servers' time and a tenth
-    assert tight.busy == pytest.approx(2.0 / tight.servers)
+    assert tight.busy == pytest.approx((2.0 + 4.0 * tight.replayed / PLAIN.read) / tight.servers)
 
 
 def test_memory_is_sessions_times_what_one_took() -> None:
@@ -114,12 +125,37 @@ def test_memory_is_sessions_times_what_one_took() -> None:
     assert memory_shards(1, "int8", 0, 64) == 1
 
 
-def test_a_turn_reads_its_snapshot_and_writes_it_with_log_and_older_one() -> None:
-    rows = [TraceRow(0.0, 200, 55, 0), TraceRow(1.0, 200, 56, 1)]  # 255 tokens, and 256
-    read, written = store_bytes(rows, "fp32", 2)
-    assert read == 3_780_616
-    assert written == pytest.approx(3_780_616 * 1.5 + 4 * 255.5)
-    assert store_bytes(rows, "fp32", 0)[1] == pytest.approx(3_780_616 + 4 * 255.5)
+POLICY = Policy(limit=40, long=200, busy=300, idle_s=60.0, in_memory=1)
+Step = tuple[str, float, int]  # a session's name, a time in seconds, and the tokens of its turn then
+
+
+def moved(*steps: Step, policy: Policy = POLICY) -> tuple[float, ...]:
+    """Snapshots loaded and stored, and tokens read again. Sessions are new; each comes once more, later."""
+    states, found, later = States(policy), Moved(), [TurnSize(1, 1, 0.0)]
+    sessions = {name: Session(later, Server(PLAIN, policy), 0.0) for name, _, _ in steps}
+    for name, at_s, tokens in steps:
+        states.take(sessions[name], at_s, found)
+        states.put(sessions[name], TurnSize(tokens - 1, 1, 0.0), at_s, found)
+    return dataclasses.astuple(found)
+
+
+def test_states_become_snapshots_by_the_policy_of_servers() -> None:
+    talk = [("a", float(at_s), 30) for at_s in range(10)]
+    assert moved(*talk) == (1, 0, 0.0)  # in memory, and never idle
+    assert moved(*talk, ("a", 10.0, 30)) == (1, 1, 0.0)  # busy: more than 300 tokens
+    assert moved(("a", 0.0, 201)) == (1, 1, 0.0)  # a long turn
+    assert moved(("a", 0.0, 41), ("a", 61.0, 1)) == (1, 1, 0.0)  # idle
+    assert moved(("a", 0.0, 40), ("a", 61.0, 1)) == (1, 0, 0.0)
+    assert moved(("a", 0.0, 41), ("b", 1.0, 1), ("a", 2.0, 1)) == (3, 1, 0.0)  # its state left the memory
+    assert moved(("a", 0.0, 40), ("b", 1.0, 1), ("a", 2.0, 1)) == (3, 1, 40.0)  # and was read again
+    assert moved(*talk, policy=dataclasses.replace(POLICY, limit=0)) == (10, 10, 0.0)
+
+
+def test_the_policy_is_that_of_a_server_with_default_settings() -> None:
+    core, gpu = (policy_of(SPEEDS[name], "fp32") for name in ("cpu core", "h200"))
+    assert (core.limit, core.long, core.busy) == (152, 2_953, 42_006)
+    assert (gpu.limit, gpu.long, gpu.busy) == (4_096, 32_768, 42_006)
+    assert policy_of(SPEEDS["h200"], "int8").limit == 0
 
 
 def test_sizes_are_those_that_were_measured() -> None:
@@ -128,10 +164,7 @@ def test_sizes_are_those_that_were_measured() -> None:
     for dtype in sizing.IN_REDIS:
         once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
         assert once is not None
-        stored, encode_ms, decode_ms = map(float, once.groups())
-        assert stored == sizing.STORED[dtype]
-        if dtype == "fp32":
-            assert SPEEDS["cpu core"].turn_s == pytest.approx((encode_ms + decode_ms) / 1000)
+        assert float(once[1]) == sizing.STORED[dtype]
         measured = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)
         assert tuple(map(float, measured)) == sizing.IN_REDIS[dtype]
 
