@@ -133,6 +133,8 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", JOBS): [(None, {"limit": "2"})],
     ("GET", JOB): [(None, {})],
     ("POST", f"{JOB}/cancel"): [(None, {})],
+    ("POST", f"{JOB}/pause"): [(None, {})],
+    ("POST", f"{JOB}/resume"): [(None, {})],
     ("GET", f"{JOB}/events"): [(None, {"limit": "2"})],
     ("GET", f"{JOB}/checkpoints"): [(None, {})],
     ("GET", "/v1/models"): [(None, {})],
@@ -204,7 +206,10 @@ class Api:
             ids["batch_id"] = self.made("/v1/batches", **self.batch(num_lines=100 if "cancel" in path else 1))["id"]
         if "fine_tuning_job_id" in path:
             ids["fine_tuning_job_id"] = self.made(JOBS, **self.job())["id"]
-            if "cancel" not in path:  # a tenant has few open ones
+            last = path.rpartition("/")[2]
+            if last == "resume":
+                self.made(f"{JOBS}/{ids['fine_tuning_job_id']}/pause")
+            elif last not in ("cancel", "pause"):  # a tenant has few open ones
                 self.made(f"{JOBS}/{ids['fine_tuning_job_id']}/cancel")
         if "model_id" in path:
             ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]

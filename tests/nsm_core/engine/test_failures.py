@@ -136,7 +136,7 @@ def test_a_state_that_cannot_be_opened_ends_its_request_alone(
     end = run_one(failing.engine, make_request("first", random_ids(0, 3))).end_state
     resume = Resume(state=end.state, position=end.position, fingerprint=FINGERPRINT, generated_counts={})
     pool = failing.executor.pool
-    monkeypatch.setattr(pool, "write", lambda row, state: 1 / 0)
+    monkeypatch.setattr(pool, "unpack", lambda row, raw: 1 / 0)
     assert_failed(run_one(failing.engine, make_request("second", (1,), resume=resume)))
     monkeypatch.undo()
     assert pool.num_leased == 0
