@@ -205,12 +205,7 @@ class Api:
         if "batch_id" in path:
             ids["batch_id"] = self.made("/v1/batches", **self.batch(num_lines=100 if "cancel" in path else 1))["id"]
         if "fine_tuning_job_id" in path:
-            ids["fine_tuning_job_id"] = self.made(JOBS, **self.job())["id"]
-            last = path.rpartition("/")[2]
-            if last == "resume":
-                self.made(f"{JOBS}/{ids['fine_tuning_job_id']}/pause")
-            elif last not in ("cancel", "pause"):  # a tenant has few open ones
-                self.made(f"{JOBS}/{ids['fine_tuning_job_id']}/cancel")
+            ids["fine_tuning_job_id"] = self.made_job(path)
         if "model_id" in path:
             ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]
         return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
@@ -230,6 +225,16 @@ class Api:
         """A body that makes a fine-tuning job."""
         model = self.client.get("/v1/models").json()["data"][0]["id"]
         return {**GOOD["POST", JOBS][0][0], "model": model, "training_file": self.upload(purpose="fine-tune")}
+
+    def made_job(self, path: str) -> str:
+        """The id of a fine-tuning job in the condition that the operation on `path` is for."""
+        job_id = str(self.made(JOBS, **self.job())["id"])
+        last = path.rpartition("/")[2]
+        if last == "resume":
+            self.made(f"{JOBS}/{job_id}/pause")
+        elif last not in ("cancel", "pause"):  # a tenant has few open ones
+            self.made(f"{JOBS}/{job_id}/cancel")
+        return job_id
 
     def good(self, method: str, path: str) -> list[tuple[Any, dict[str, Any]]]:
         """GOOD, with the id of a file that is there."""
