@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import websockets
 
+from tests.support.backends import PROCESSES
 from tests.support.server_processes import Server, running
 
 ITEM = {"type": "message", "role": "user", "id": "item_1", "content": [{"type": "input_text", "text": "Who is there?"}]}
@@ -33,17 +34,18 @@ async def converse(server: Server, session: str | None, *, kill_after: int | Non
                     text, num_deltas = text + event["delta"], num_deltas + 1
                     response_id = event["response_id"]
                     if num_deltas == kill_after:
-                        server.process.kill()
+                        server.kill()
                 elif event["type"] == "response.done":
                     break
     return session_id, text, response_id
 
 
-@pytest.mark.parametrize("model", ["tiny_model_dir", "rwkv7_dir"], ids=["local", "rwkv7"])
+@pytest.mark.parametrize("kind", ["local", "rwkv7", "workers"])
 async def test_kill_9_in_an_answer_and_the_client_connects_again(
-    tmp_path: Path, model: str, request: pytest.FixtureRequest
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    settings: dict[str, object] = {"MODEL": request.getfixturevalue(model), "NUM_THREADS": 1}
+    model = request.getfixturevalue("rwkv7_dir" if kind == "rwkv7" else "tiny_model_dir")
+    settings: dict[str, object] = {"MODEL": model, "NUM_THREADS": 1, **PROCESSES.get(kind, {})}
     async with running(settings, tmp_path) as victim:
         _, undisturbed, _ = await converse(victim, None)
         session_id, before, first_id = await converse(victim, None, kill_after=5)

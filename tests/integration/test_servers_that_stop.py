@@ -100,23 +100,23 @@ async def read_on_like(
 
 @pytest.mark.redis
 async def test_P3_R14_another_replica_goes_on_with_the_turns_of_one_that_stops(
-    backend_settings: dict[str, object], tmp_path: Path, redis_single: Topology
+    worker_settings: dict[str, object], tmp_path: Path, redis_single: Topology
 ) -> None:
     url = redis_single.own_url()
     turn, response = Reader("stopped"), ResponseReader()
-    async with running(backend_settings, tmp_path / "survivor", STORE=url) as survivor:
+    async with running(worker_settings, tmp_path / "survivor", STORE=url) as survivor:
         expected = await unbroken(survivor)
-        async with running(backend_settings, tmp_path / "stopped", STORE=url, GRACE_S=GRACE_S) as server:
+        async with running(worker_settings, tmp_path / "stopped", STORE=url, GRACE_S=GRACE_S) as server:
             await stop_in_mid_turn(server, turn, response)
         await read_on_like(survivor, turn, response, expected)
 
 
 async def test_P3_R14_a_server_goes_on_with_its_turns_after_a_restart(
-    backend_settings: dict[str, object], tmp_path: Path
+    worker_settings: dict[str, object], tmp_path: Path
 ) -> None:
     turn, response = Reader("stopped"), ResponseReader()
-    async with running(backend_settings, tmp_path, GRACE_S=GRACE_S) as server:
+    async with running(worker_settings, tmp_path, GRACE_S=GRACE_S) as server:
         expected = await unbroken(server)
         await stop_in_mid_turn(server, turn, response)
-    async with running(backend_settings, tmp_path) as server:
+    async with running(worker_settings, tmp_path) as server:
         await read_on_like(server, turn, response, expected)

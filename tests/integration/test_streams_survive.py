@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ async def survivor(
     request: pytest.FixtureRequest, tmp_path: Path, redis_single: Topology
 ) -> AsyncIterator[tuple[Server, str]]:
     """A server that lives through the test, and the NSM_STORE it is on."""
-    url, names = redis_single.own_url(), {"backend_settings", "server_settings"}
+    url, names = redis_single.own_url(), {"worker_settings", "server_settings"}
     settings = request.getfixturevalue((names & set(request.fixturenames)).pop())
     async with running(settings, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
         yield server, url
@@ -150,20 +149,20 @@ async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
 
 
 async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothing(
-    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
+    worker_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     server, url = survivor
     expected = await unbroken(server)
-    async with running(backend_settings, tmp_path / "sleeper", STORE=url, LEASE_S=LEASE_S) as sleeper:
+    async with running(worker_settings, tmp_path / "sleeper", STORE=url, LEASE_S=LEASE_S) as sleeper:
         for number in range(scaled(1, 20)):
             reader = Reader(f"slept{number}")
             await sleeper.create(reader.session_id)
             await reader.start(sleeper, frames=10)
-            sleeper.process.send_signal(signal.SIGSTOP)
+            sleeper.suspend()
             try:
                 await reader.read_on(server)
             finally:
-                sleeper.process.send_signal(signal.SIGCONT)
+                sleeper.resume()
             assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
             # a turn that still thought it had the session would commit, or write, within this time
             cancelled = (await sleeper.client.post(f"/v1/sessions/{reader.session_id}/cancel")).json()
@@ -208,7 +207,7 @@ async def killed_in_mid_object(victim: Server, reader: Reader, *, num_frames: in
     await victim.create(reader.session_id)
     starting = asyncio.create_task(reader.start(victim))
     await reader.wait_for(num_frames)
-    victim.process.kill()
+    victim.kill()
     with contextlib.suppress(*LOST):
         await starting
     await victim.process.wait()
@@ -226,7 +225,7 @@ async def reads_on_to(server: Server, reader: Reader, expected: Reader) -> None:
 
 
 async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_schema(
-    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
+    worker_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     """The answer is valid, and that of an undisturbed run: the grammar follows the tokens that were written down."""
     server, url = survivor
@@ -234,18 +233,18 @@ async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_sc
     check_json(expected.text, SHELF)
     for number in range(NUM_JSON_KILLS):
         reader = Reader(f"killed{number}", JSON_BODY)
-        async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
+        async with running(worker_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
             await killed_in_mid_object(victim, reader, num_frames=rng.randrange(1, len(expected.frames) - 20))
         await reads_on_to(server, reader, expected)
 
 
 async def test_kill_9_in_a_json_object_and_the_next_server_on_the_file_goes_on_within_its_schema(
-    backend_settings: dict[str, object], tmp_path: Path
+    worker_settings: dict[str, object], tmp_path: Path
 ) -> None:
     """SQLite: each server reads the last one's answer on, and is killed in its own."""
     rng, expected, reader = random.Random(6), Reader("unbroken", JSON_BODY), None
     for number in range(NUM_JSON_KILLS + 1):
-        async with running(backend_settings, tmp_path) as server:
+        async with running(worker_settings, tmp_path) as server:
             if reader is None:
                 expected = await unbroken(server, JSON_BODY)
             else:

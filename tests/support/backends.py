@@ -51,6 +51,12 @@ def server_settings(request: pytest.FixtureRequest) -> dict[str, object]:
     return settings_of(request)
 
 
+@pytest.fixture(params=[*BACKENDS, "workers"])
+def worker_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    """As `server_settings`, for tests to which a second engine makes no difference."""
+    return settings_of(request)
+
+
 def settings_of(request: pytest.FixtureRequest) -> dict[str, object]:
     """For a fixture whose parameter is one of BACKENDS or PROCESSES."""
     if request.param == "local" or request.param in PROCESSES:

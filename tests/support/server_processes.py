@@ -54,6 +54,20 @@ class Server:
                 process.kill()
         self.process.kill()
 
+    def suspend(self) -> None:
+        """SIGSTOP to all its processes."""
+        for process in self._processes():
+            process.suspend()
+
+    def resume(self) -> None:
+        """The inverse of `suspend`."""
+        for process in self._processes():
+            process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        this = psutil.Process(self.process.pid)
+        return [this, *this.children(recursive=True)]
+
     async def kill_in_mid_stream(self, session_id: str, text: str, **body: Any) -> None:
         """kill -9 after a few chunks of a turn that would go on for long."""
         body = {"input": text, "max_tokens": 20_000, "stream": True, **body}
