@@ -114,11 +114,18 @@ class BatchRun(WorkRun[Batch]):
         metrics.began()
         try:
             result = await run_line(request, endpoint=self.work.fields["endpoint"])
-            await self.library.put_result(self.work, line.number, result)
+            keeping = asyncio.create_task(self._keep(line, result))
+            while not keeping.done():
+                with contextlib.suppress(asyncio.CancelledError):  # too late: a line whose result is stored has run
+                    await asyncio.wait((keeping,))
+            keeping.result()
         finally:
             metrics.left()
+
+    async def _keep(self, line: InputLine, result: dict[str, Any]) -> None:
+        await self.library.put_result(self.work, line.number, result)
         self._counts[line.number] = is_failed(result)
-        metrics.ended(is_failed=is_failed(result))
+        self.services.metrics.batches.ended(is_failed=is_failed(result))
 
     @contextlib.asynccontextmanager
     async def _sending_beats(self) -> AsyncIterator[None]:

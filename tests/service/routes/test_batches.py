@@ -167,6 +167,31 @@ async def test_a_cancelled_batch_keeps_what_was_answered() -> None:
             await server.openai.batches.cancel(batch.id)
 
 
+async def test_a_result_that_is_being_stored_when_its_batch_is_cancelled_counts(
+    server: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_storing, may_store, put_result = asyncio.Event(), asyncio.Event(), BatchLibrary.put_result
+
+    async def slow(self: BatchLibrary, batch: Any, number: int, result: dict[str, Any]) -> None:
+        is_storing.set()
+        await may_store.wait()
+        await put_result(self, batch, number, result)
+
+    monkeypatch.setattr(BatchLibrary, "put_result", slow)
+    made = await begin(server, input_of(BODY))
+    await is_storing.wait()
+    (run,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "BatchRun._run_line"]
+    run.cancel()
+    await asyncio.sleep(0)
+    assert not run.done()
+    may_store.set()
+    batch = await ended(server, made)
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+    assert list(await content(server, batch.output_file_id)) == ["line-0"]
+    assert server.metric("nsm_batch_lines_total", outcome="completed") == 1
+
+
 async def test_what_is_not_run_in_time_expires() -> None:
     backend = FakeBackend(hold=True)
     async with gateway(backend, is_live=True, lease_s=1.0) as server:
