@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.sizing_fleet import Fleet, Outcome, Policy, Speed, TurnSize, conversations_of
 from loadtests.arrivals import TRACES, TraceRow, read_trace
-from service.state.keeper import AT_ONCE, BUSY_BYTES, IDLE_S, LONG_TURN_BYTES, MAX_LIMIT, MIN_LIMIT, REPLAY_S
+from service.state.keeper import BUSY_BYTES, IDLE_S, LONG_TURN_BYTES, limit_at, tokens_worth
 
 RAW_STATE_BYTES = 3_780_616  # of pulse-books: benchmarks/results/state_dtype-cpu.txt
 STORED = {"fp32": 1.000, "fp16": 0.500, "int8": 0.258}  # the same file: of a snapshot
@@ -110,12 +110,11 @@ def memory_shards(sessions: int, dtype: str, retained: int, shard_gib: int) -> i
 
 def policy_of(speed: Speed, dtype: str) -> Policy:
     """That of a server with default settings. On a GPU `in_memory` is rows of the device and of host memory."""
-    limit = 0 if dtype != "fp32" else min(max(MIN_LIMIT, round(REPLAY_S * speed.read)), MAX_LIMIT)
-    least, most = (factor * limit for factor in AT_ONCE)
+    limit = 0 if dtype != "fp32" else limit_at(speed.read)
     return Policy(
         limit=limit,
-        long=min(max(RAW_STATE_BYTES // LONG_TURN_BYTES, least), most),
-        busy=min(max(RAW_STATE_BYTES // BUSY_BYTES, least), most),
+        long=tokens_worth(RAW_STATE_BYTES, LONG_TURN_BYTES, limit),
+        busy=tokens_worth(RAW_STATE_BYTES, BUSY_BYTES, limit),
         idle_s=IDLE_S,
         in_memory=STATE_CACHE_BYTES // RAW_STATE_BYTES,
     )

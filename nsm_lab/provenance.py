@@ -65,3 +65,12 @@ def versions() -> dict[str, str]:
 
 def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def origin() -> dict[str, str]:
+    """Command, commit and versions, as the reports of many small runs name them."""
+    return {
+        "command": command_line(),
+        "commit": source_commit() or "unknown",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }

@@ -40,7 +40,7 @@ from nsm_lab.evaluation.markdown import table
 from nsm_lab.evaluation.perplexity import encode_document, evaluate
 from nsm_lab.evaluation.reading import reading
 from nsm_lab.evaluation.runs_file import RunsFile
-from nsm_lab.provenance import command_line, source_commit, versions
+from nsm_lab.provenance import origin
 from nsm_lab.training.__main__ import parse
 from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data_files import read_documents
@@ -215,9 +215,7 @@ def _estimate(estimate: Estimate) -> str:
 def write_report(options: argparse.Namespace, runs: RunsFile) -> None:
     """RESULT.md from the arms so far."""
     how = {
-        "command": command_line(),
-        "commit": source_commit() or "unknown",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        **origin(),
         "measured on": f"{options.books} books of the {options.split} split, bits per byte on the first "
         f"{options.loss_tokens:,} tokens of each; samples of {options.sample_tokens} tokens at {TEMPERATURE}",
     }

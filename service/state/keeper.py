@@ -36,10 +36,8 @@ IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no 
 # rest of such a turn is 11 KB with Redis and `appendfsync always`, and both together are to be 16 KB.
 BUSY_BYTES = 90
 LONG_TURN_BYTES = 1_280  # a turn that alone took many tokens may write more
-AT_ONCE = (
-    8,
-    320,
-)  # in limits, the least and the most tokens after which one is stored at once: 0.3 and 13 s of reading
+# In limits, the least and the most tokens after which one is stored at once: 0.3 and 13 s of reading.
+LEAST_AT_ONCE, MOST_AT_ONCE = 8, 320
 REPLAY_S = 0.04  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
 MIN_LIMIT = 16
@@ -48,6 +46,16 @@ MIN_LIMIT = 16
 MAX_LIMIT = 4_096
 DRAIN_S = 10.0
 SWEEP_S = 1.0  # at least between two searches for idle sessions
+
+
+def limit_at(tokens_per_s: float) -> int:
+    """Tokens to read again that are worth a snapshot, at this reading speed."""
+    return min(max(MIN_LIMIT, round(REPLAY_S * tokens_per_s)), MAX_LIMIT)
+
+
+def tokens_worth(state_bytes: int, num_bytes: int, limit: int) -> int:
+    """Tokens after which a state may be written at once, at `num_bytes` of it for each. `limit`: of `limit_at`."""
+    return min(max(state_bytes // num_bytes, LEAST_AT_ONCE * limit), MOST_AT_ONCE * limit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,7 @@ class StateKeeper:
         """Tokens to read again that are worth a snapshot."""
         if self._policy.limit is not None:
             return self._policy.limit
-        return min(max(MIN_LIMIT, round(REPLAY_S * self._reading.tokens_per_s)), MAX_LIMIT)
+        return limit_at(self._reading.tokens_per_s)
 
     @property
     def _reading(self) -> ReadingSpeed:
@@ -228,15 +236,10 @@ class StateKeeper:
         """Whether the session needs a snapshot before it is idle."""
         if num_replayed:  # the session's turns come from several processes
             return hot.num_unsaved > self.limit
+        state_bytes = hot.snapshot.header.state_bytes
         num_read = finished.prompt_tokens - finished.cached_tokens + finished.completion_tokens
-        is_long = min(num_read, hot.num_unsaved) > self._tokens_worth(hot, LONG_TURN_BYTES)
-        return is_long or hot.num_unsaved > self._tokens_worth(hot, BUSY_BYTES)
-
-    def _tokens_worth(self, hot: HotState, num_bytes: int) -> int:
-        """Tokens for which the state may be written, at `num_bytes` for each."""
-        least, most = AT_ONCE
-        tokens = hot.snapshot.header.state_bytes // num_bytes
-        return min(max(tokens, least * self.limit), most * self.limit)
+        is_long = min(num_read, hot.num_unsaved) > tokens_worth(state_bytes, LONG_TURN_BYTES, self.limit)
+        return is_long or hot.num_unsaved > tokens_worth(state_bytes, BUSY_BYTES, self.limit)
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version

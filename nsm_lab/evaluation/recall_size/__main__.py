@@ -17,7 +17,7 @@ from nsm_lab.evaluation.recall_size.points import CURVES, SIZES
 from nsm_lab.evaluation.recall_size.report import figure, markdown
 from nsm_lab.evaluation.recall_size.workers import run_all
 from nsm_lab.evaluation.runs_file import RunsFile
-from nsm_lab.provenance import command_line, source_commit, versions
+from nsm_lab.provenance import origin
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,9 +42,7 @@ def write_report(plan: Plan, runs: RunsFile, output: Path) -> None:
     """Table and figure from the runs so far."""
     rates = plan.rates(runs)
     facts = {
-        "command": command_line(),
-        "commit": source_commit() or "unknown",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        **origin(),
         "devices": ", ".join(sorted({result["device"] for result in runs.results})),
     }
     how = "\n".join(f"- {name}: `{value}`" for name, value in facts.items())

@@ -18,7 +18,7 @@ from nsm_lab.evaluation.tracking.layers import LAYERS
 from nsm_lab.evaluation.tracking.report import markdown
 from nsm_lab.evaluation.tracking.tasks import TASKS
 from nsm_lab.evaluation.tracking.train import TrackingOutcome, TrackingRun
-from nsm_lab.provenance import command_line, source_commit, versions
+from nsm_lab.provenance import origin
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 def write_report(options: argparse.Namespace, runs: RunsFile) -> None:
     """OUTPUT.md from the runs so far."""
     facts = {
-        "command": command_line(),
-        "commit": source_commit() or "unknown",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        **origin(),
         "training": f"{options.steps} steps of {options.rows} strings; CPU time "
         f"{sum(result['cpu_s'] for result in runs.results):,.0f} s for {len(runs.results)} runs",
     }
