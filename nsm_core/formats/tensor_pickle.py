@@ -267,4 +267,8 @@ def named_tensors(value: Any) -> dict[str, PickledTensor]:
     """The tensors of a state dictionary by name; other values are no part of a model. Raises UnreadablePickle."""
     if not isinstance(value, dict):
         raise UnreadablePickle("the pickle holds no dictionary of tensors")
-    return {name: item for name, item in value.items() if isinstance(name, str) and isinstance(item, PickledTensor)}
+    found = {name: item for name, item in value.items() if isinstance(name, str) and isinstance(item, PickledTensor)}
+    nested = [name for name, item in value.items() if isinstance(item, dict)]
+    if nested and not found:
+        raise UnreadablePickle(f"the tensors are in a dictionary of their own, {str(nested[0])[:40]!r}: save it alone")
+    return found

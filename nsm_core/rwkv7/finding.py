@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import CheckpointError
+from nsm_core.formats.foreign_content import describe_foreign
 from nsm_core.formats.gguf_file import Gguf, is_gguf, read_gguf
 from nsm_core.formats.pytorch_file import read_pytorch
 from nsm_core.formats.random_access import RandomAccessFile
@@ -81,7 +82,8 @@ def _single_file(file: RandomAccessFile) -> Found:
     elif is_safetensors(file):
         form, (stored, _) = "safetensors", read_safetensors(file)
     else:
-        raise CheckpointError(f"{file.path} is none of .pth (a zip archive), .safetensors and GGUF")
+        why = describe_foreign(file)
+        raise CheckpointError(f"{file.path} is none of .pth (a zip archive), .safetensors and GGUF{why}")
     if layout is OFFICIAL and _layout_of(file.path, stored) is not OFFICIAL:
         raise CheckpointError(f"{file.path} is in Hugging Face's layout: give its directory, which has {CONFIG_FILE}")
     return Found(
@@ -98,13 +100,25 @@ def _single_file(file: RandomAccessFile) -> Found:
 
 def _layout_of(path: Path, stored: Mapping[str, StoredTensor]) -> Layout:
     if "blocks.0.att.time_decay" in stored:
-        raise CheckpointError(f"{path}: the tensor blocks.0.att.time_decay is of RWKV-5 or RWKV-6; served is RWKV-7")
+        raise CheckpointError(f"{path}: the tensor blocks.0.att.time_decay is of RWKV-6 or older; served is RWKV-7")
     if "emb.weight" in stored and "blocks.0.att.r_k" in stored:
         return OFFICIAL
     if "model.embeddings.weight" in stored and "model.layers.0.attn.r_k" in stored:
         return HUGGING_FACE
+    raise CheckpointError(f"{path}: {_described_part(stored)}")
+
+
+def _described_part(stored: Mapping[str, StoredTensor]) -> str:
+    """Why tensors are no whole model."""
+    for name in stored:
+        if ".lora_A" in name or ".lora_B" in name:
+            return f"the tensor {shown_name(name)} is an adapter's (LoRA): merge it into its model first"
+    if stored and all(name.endswith(".time_state") for name in stored):
+        return f"the tensor {shown_name(next(iter(stored)))} is a start state's, and the file has no model"
+    if any(name.startswith("model.layers.") and ".attn.w_lora.lora." in name for name in stored):
+        return f"some tensors of a model in Hugging Face's layout: give the directory with {CONFIG_FILE} and all parts"
     names = ", ".join(shown_name(name) for name in list(stored)[:3]) or "none"
-    raise CheckpointError(f"{path}: the tensors ({names}, ...) are those of another architecture than RWKV-7")
+    return f"the tensors ({names}, ...) are those of another architecture than RWKV-7"
 
 
 def _gguf_hints(path: Path, gguf: Gguf) -> Hints:
@@ -258,4 +272,5 @@ def _reader_of(file: RandomAccessFile) -> Callable[[RandomAccessFile], dict[str,
         return read_pytorch
     if is_safetensors(file):
         return lambda opened: read_safetensors(opened)[0]
-    raise CheckpointError(f"{file.path} is neither .safetensors nor a PyTorch file of tensors")
+    why = describe_foreign(file)
+    raise CheckpointError(f"{file.path} is neither .safetensors nor a PyTorch file of tensors{why}")

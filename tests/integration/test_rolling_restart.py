@@ -148,9 +148,15 @@ class Turn:
                     self.text += frame["choices"][0]["text"]
 
 
+@pytest.fixture(params=["tiny_model_dir", "rwkv7_dir"])
+def model_dir(request: pytest.FixtureRequest) -> Path:
+    directory: Path = request.getfixturevalue(request.param)
+    return directory
+
+
 @pytest.fixture
-async def gateways(tmp_path: Path, tiny_model_dir: Path, redis_single: Topology) -> AsyncIterator[list[Gateway]]:
-    own = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "STORE": redis_single.own_url(), "GRACE_S": GRACE_S}
+async def gateways(tmp_path: Path, model_dir: Path, redis_single: Topology) -> AsyncIterator[list[Gateway]]:
+    own = {"MODEL": model_dir, "NUM_THREADS": 1, "STORE": redis_single.own_url(), "GRACE_S": GRACE_S}
     both = [Gateway({**own, "LEASE_S": 1.0}, tmp_path / str(number)) for number in range(2)]
     try:
         for one in both:

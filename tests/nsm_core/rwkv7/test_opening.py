@@ -159,7 +159,7 @@ def _with(name: str, *shape: int) -> Change:
         (_with("blocks.2.att.w1", 16, 64), "the tensor blocks.2.att.w1 has the shape [16, 64]"),
         (_with("blocks.1.att.x_r", 1, 1, 65), "the tensor blocks.1.att.x_r has the shape [1, 1, 65]"),
         (_with("blocks.1.att.time_state", 4, 16, 16), "the tensor blocks.1.att.time_state is none of an RWKV-7 model"),
-        (_with("blocks.0.att.time_decay", 64), "RWKV-5 or RWKV-6"),
+        (_with("blocks.0.att.time_decay", 64), "the tensor blocks.0.att.time_decay is of RWKV-6 or older"),
         (_with("blocks.7777.att.w1", 64, 16), "num_layers must be a whole number in [1, 1024], got 7778"),
         (_with("blocks.5.att.w1", 64, 16), "the tensor blocks.3.ln1.weight is missing"),
         (_with("blocks.0.ffn.key.weight", 0, 64), "hidden must be a whole number in [1, 1048576], got 0"),
@@ -262,11 +262,69 @@ def test_a_folder_of_several_files_asks_for_one(tmp_path: Path) -> None:
     assert "not one file of weights (a.pth, b.pth): give its path" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("raw", [b"", b"hello", b"\x80\x02}q\x00."])
-def test_a_file_of_no_known_form_is_refused(tmp_path: Path, raw: bytes) -> None:
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 382164736\n"
+WEB_PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "GGUF: it is empty"),
+        (b"Entry not found\n", "GGUF: it holds the text 'Entry not found\\n'"),
+        (b'{"error": "Repository not found"}', """GGUF: it holds the text '{"error": "Repository not found"}'"""),
+        (b"\x80\x02}q\x00.", "GGUF"),
+        (LFS_POINTER, "GGUF: it is a Git LFS pointer, `git lfs pull` fetches the file itself"),
+        (WEB_PAGE, "GGUF: it is a web page"),
+        (b"\x1f\x8b\x08" + b"0" * 99, "GGUF: it is compressed, unpack it first"),
+        (b"\0" * 9999, "GGUF: it begins with zeros, as an unfinished download does"),
+    ],
+)
+def test_a_file_of_no_known_form_is_refused_by_what_it_is(tmp_path: Path, raw: bytes, says: str) -> None:
     path = tmp_path / "model.pth"
     path.write_bytes(raw)
-    assert "is none of .pth (a zip archive), .safetensors and GGUF" in refusal(path)
+    assert f"is none of .pth (a zip archive), .safetensors and {says}" in refusal(path)
+
+
+def test_a_file_of_the_old_pytorch_format_is_refused_by_its_name(tmp_path: Path) -> None:
+    torch.save(TENSORS, path := tmp_path / "model.pth", _use_new_zipfile_serialization=False)  # noqa: TID251
+    assert "it is in PyTorch's format before 1.6" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"), [(LFS_POINTER, "a Git LFS pointer"), (WEB_PAGE, "a web page"), (b"", "empty")]
+)
+def test_a_part_that_was_not_downloaded_is_refused_by_its_name(tmp_path: Path, raw: bytes, says: str) -> None:
+    path = write_hugging_face(tmp_path / "hf", hugging_face_tensors(TENSORS), num_parts=2)
+    (path / "model-00002-of-00002.safetensors").write_bytes(raw)
+    assert f"model-00002-of-00002.safetensors is neither .safetensors nor a PyTorch file of tensors: it is {says}" in (
+        refusal(path)
+    )
+
+
+def test_a_part_or_an_index_alone_asks_for_the_directory(tmp_path: Path) -> None:
+    path = write_hugging_face(tmp_path / "hf", hugging_face_tensors(TENSORS), num_parts=2)
+    assert "give the directory" in refusal(path / "model-00002-of-00002.safetensors")
+    assert "it is an index of parts, give the directory" in refusal(path / "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"blocks.0.att.key.lora_A": torch.zeros(8, 64)}, "the tensor blocks.0.att.key.lora_A is an adapter's (LoRA)"),
+        ({"blocks.0.att.time_state": torch.zeros(4, 16, 16)}, "the tensor blocks.0.att.time_state is a start state's"),
+        ({"model": TENSORS, "step": 3}, "the tensors are in a dictionary of their own, 'model': save it alone"),
+        ({}, "the tensors (none, ...) are those of another architecture"),
+    ],
+)
+def test_a_file_without_a_whole_model_is_refused_by_what_it_has(tmp_path: Path, value: Any, says: str) -> None:
+    assert says in refusal(write_pth(tmp_path / "model.pth", value))
+
+
+@pytest.mark.parametrize("written", ["pth", "safetensors", "gguf"])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors", "gguf", "bin"])
+def test_a_file_with_another_formats_ending_opens_by_its_content(tmp_path: Path, written: str, suffix: str) -> None:
+    path = WRITERS[written](tmp_path, TENSORS)
+    assert open_files(path.rename(path.with_suffix(f".{suffix}"))).config == CONFIG
 
 
 def test_a_file_of_hugging_faces_layout_asks_for_its_directory(tmp_path: Path) -> None:
