@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,12 +78,38 @@ class ResultApplier:
             if chunk.start + chunk.length in self._active.running[chunk.slot].request.keep_states_at:
                 # a step that sampled nothing was not waited for
                 self._add_prompt_state(chunk, self._runner.pack(chunk.slot, is_complete=False))
+        taken = self._take_plain(result.sampled)
         for slot, sampled in result.sampled.items():
+            if slot in taken:
+                continue
             if slot in drafts:
                 self._append_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)
             else:
                 self._append_or_fail(slot, sampled, routing.get(slot), events)
         self._blockers.refresh(self._active.running)
+
+    def _take_plain(self, sampled: Mapping[int, Sampled]) -> Container[int]:
+        """Of a step that was waited for, in an engine whose steps may overlap: the slots whose tokens were plain."""
+        if self._token_rows.is_empty:
+            return ()
+        rows = [
+            (slot, token.token_id)
+            for slot, token in sampled.items()
+            if isinstance(token, SampledToken) and not self._active.running[slot].request.sampled_ids
+        ]
+        if not rows:
+            return ()
+        slots, ids = np.array(rows, np.int64).T
+        tags = self._token_rows.tags[slots]
+        is_plain = self._token_rows.take_plain(slots, tags, ids)
+        if not is_plain.any():
+            return ()
+        self._add_batch(tags[is_plain], ids[is_plain])
+        return frozenset(slots[is_plain].tolist())
+
+    def _add_batch(self, tags: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
+        self._batches.append(TokenBatch(tags, ids))
+        self._stats.counters.tokens_generated += len(ids)
 
     def apply_slice(self, slots: Sequence[int], tokens: npt.NDArray[np.int64], events: Events) -> None:
         """tokens [rounds, len(slots)] of a slice: all but those of the last round only add text."""
@@ -107,8 +133,8 @@ class ResultApplier:
         self._shared.hand_out(step.plan, step.sequences)
         is_plain = self._token_rows.take_plain(step.rows, step.tags, ids)
         if is_plain.any():
-            self._batches.append(TokenBatch(step.tags[is_plain], ids[is_plain]))
-            self._stats.counters.tokens_generated += len(self._batches[-1].ids)
+            self._token_rows.landed(step.rows[is_plain])
+            self._add_batch(step.tags[is_plain], ids[is_plain])
         all_ids = ids.tolist()
         for index in np.flatnonzero(~is_plain).tolist():
             slot, token_id = step.slots[index], all_ids[index]

@@ -21,7 +21,7 @@ from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
-from nsm_core.engine.token_rows import Ints, TokenBatch
+from nsm_core.engine.token_rows import NUMBER_BITS, Ints, TokenBatch
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.compiler import CompilePool
 from nsm_core.grammars.grammar import Grammar
@@ -33,6 +33,7 @@ logger = logging.getLogger("nsm.engine")
 
 # (index of a listener, numbers [n], ids [n]), int64
 TakeTokens = Callable[[int, Ints, Ints], None]
+TakeTokensNow = Callable[[int, Ints, Ints], bool]
 
 # An idle thread wakes this often, so that its heartbeat stays fresh.
 IDLE_TURN_S = 1.0
@@ -103,6 +104,9 @@ class AsyncEngine:
         self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
         self._token_listener: TakeTokens | None = None
+        self._take_now: TakeTokensNow | None = None
+        self._num_posted = 0  # calls of the loop by the thread, which alone changes it
+        self._num_delivered = 0  # those that have ended; the loop alone changes it
         self._tags = itertools.count()
         self._by_tag: WeakValueDictionary[int, GenerationHandle] = WeakValueDictionary()
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
@@ -143,11 +147,14 @@ class AsyncEngine:
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
 
-    def listen_tokens(self, listener: TakeTokens) -> None:
+    def listen_tokens(self, listener: TakeTokens, *, now: TakeTokensNow | None = None) -> None:
         """`listener` gets plain tokens, on the loop, instead of handles: of requests whose tag has the index of a
         listener above NUMBER_BITS, by the numbers below. Before `start`.
+
+        `now` is asked first, on the engine's thread, for steps of plain tokens alone, if the loop has delivered all
+        before: the loop need not wake for them. It must not block; False: the listener shall have them.
         """
-        self._token_listener = listener
+        self._token_listener, self._take_now = listener, now
 
     def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle:
         """Queues a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt.
@@ -274,7 +281,12 @@ class AsyncEngine:
         return [(command.request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
 
     def _post(self, events: Events, tokens: Sequence[TokenBatch]) -> None:
-        if (events or tokens) and self._loop is not None:
+        if self._loop is None:
+            return
+        if tokens and not events and self._take_now is not None and self._num_posted == self._num_delivered:
+            tokens = _left(tokens, self._take_now)
+        if events or tokens:
+            self._num_posted += 1
             self._loop.call_soon_threadsafe(self._deliver, events, tokens)
 
     def _call_loop_end(self, end: EngineDead) -> None:
@@ -300,6 +312,7 @@ class AsyncEngine:
             if isinstance(event, Finished):
                 del self._handles[request_id]
         self._pace.step_ended()
+        self._num_delivered += 1
 
     def _close(self, end: EngineDead) -> None:
         """On the loop, after the last events: ends the requests that the engine did not end."""
@@ -308,3 +321,15 @@ class AsyncEngine:
             handle.fail(end)
         self._handles.clear()
         self._has_ended.set()
+
+
+def _left(tokens: Sequence[TokenBatch], take_now: TakeTokensNow) -> list[TokenBatch]:
+    """Those that are not taken now, and those without a listener."""
+    left: list[TokenBatch] = []
+    refused = {0}
+    for batch in tokens:
+        for index, numbers, ids in batch.by_listener():
+            if index in refused or not take_now(index, numbers, ids):
+                refused.add(index)
+                left.append(TokenBatch(numbers | index << NUMBER_BITS, ids))
+    return left

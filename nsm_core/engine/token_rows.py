@@ -24,7 +24,7 @@ MAX_KINDS = 64  # sets of ids that may end a request; requests with yet another 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Plain tokens of one step: tags [n] of their requests, and ids [n], int64."""
+    """Plain tokens of one step: tags [n] of their requests, and ids [n], int64; n is at least 1."""
 
     tags: Ints
     ids: Ints
@@ -32,6 +32,10 @@ class TokenBatch:
     def by_listener(self) -> Iterator[tuple[int, Ints, Ints]]:
         """(index, numbers [n], ids [n]) for each index above the numbers; 0 has the tags without a listener."""
         indices = self.tags >> NUMBER_BITS
+        first = int(indices[0])
+        if (indices == first).all():
+            yield first, self.tags & (2**NUMBER_BITS - 1), self.ids
+            return
         for index in np.unique(indices).tolist():
             is_its = indices == index
             yield index, self.tags[is_its] & (2**NUMBER_BITS - 1), self.ids[is_its]
@@ -99,10 +103,19 @@ class TokenRows:
         ending: Ints = slots[num_tokens == self._max_tokens[slots]]
         return ending
 
+    def landed(self, slots: Ints) -> None:
+        """A token in flight of each has reached the host."""
+        self.num_in_flight[slots] -= 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a request: always, in an engine whose steps do not overlap."""
+        return not self._sequences
+
     def take_plain(self, slots: Ints, tags: Ints, ids: Ints) -> npt.NDArray[np.bool_]:
         """Appends the plain ones of `ids`, which were sampled for `slots` when these had `tags`. Returns which were.
 
-        A row that paused or ended meanwhile has none.
+        A row that paused or ended meanwhile has none. Those that were in flight have landed: see `landed`.
         """
         num_sampled = self.num_sampled[slots]
         is_inner = (num_sampled > 0) & (num_sampled < self._max_tokens[slots] - 1)
@@ -112,7 +125,6 @@ class TokenRows:
         self._held[rows, self._num_held[rows]] = ids[is_plain]
         self._num_held[rows] += 1
         self.num_sampled[rows] += 1
-        self.num_in_flight[rows] -= 1
         for slot in rows[self._num_held[rows] == NUM_HELD].tolist():
             self.drain(slot)
         return is_plain

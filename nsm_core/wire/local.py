@@ -8,6 +8,7 @@ made by the gateway.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -184,10 +185,30 @@ async def read_to_engine(reader: asyncio.StreamReader) -> ToEngine:
     return _to_engine.decode(await _read(reader))
 
 
-async def read_to_gateway(reader: asyncio.StreamReader) -> ToGateway:
-    """The next message of an engine's process. Raises as `read_to_engine`."""
-    return _to_gateway.decode(await _read(reader))
-
-
 async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little"))
+
+
+class MessagesToGateway:
+    """Cuts what a gateway reads from an engine's process into messages, wherever the pieces end."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()  # of a message whose rest has not come
+
+    def feed(self, data: bytes) -> Iterator[ToGateway]:
+        """The messages that are whole now. Raises msgspec.DecodeError for another message."""
+        if self._begun:
+            self._begun += data
+            if len(self._begun) < _end_of_first(self._begun):
+                return
+            data, self._begun = bytes(self._begun), bytearray()
+        start, whole = 0, memoryview(data)
+        while len(whole) - start >= (end := _end_of_first(whole[start:])):
+            yield _to_gateway.decode(whole[start + LENGTH_BYTES : start + end])
+            start += end
+        self._begun += whole[start:]
+
+
+def _end_of_first(data: bytearray | memoryview) -> int:
+    """How many bytes of `data` its first message has; more than there are if its length has not come."""
+    return LENGTH_BYTES + (int.from_bytes(data[:LENGTH_BYTES], "little") if len(data) >= LENGTH_BYTES else 0)

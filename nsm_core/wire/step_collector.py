@@ -12,6 +12,13 @@ from nsm_core.engine.request import Event, Finished, PromptScored, PromptState, 
 from nsm_core.wire.local import Step
 
 
+def step_of_tokens(numbers: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], num_others: int) -> Step:
+    """A step with nothing but plain tokens, whose text the gateway makes. Both [n]. `num_others`: see `Step`."""
+    return Step(
+        numbers.astype(np.uint32).tobytes(), ids.astype(np.uint32).tobytes(), b"", b"", [], [], [], [], [], num_others
+    )
+
+
 class StepCollector:
     """Events by the gateway's numbers of its requests, until `take`."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
-from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle, TakeTokens
+from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle, TakeTokens, TakeTokensNow
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest, NamedState
 from nsm_core.engine.stream_pace import StreamPace
@@ -100,9 +100,9 @@ class LocalBackend:
         """`tag`: see Engine.add."""
         return self._engine.submit(request, tag=tag)
 
-    def listen_tokens(self, listener: TakeTokens) -> None:
+    def listen_tokens(self, listener: TakeTokens, *, now: TakeTokensNow | None = None) -> None:
         """See AsyncEngine."""
-        self._engine.listen_tokens(listener)
+        self._engine.listen_tokens(listener, now=now)
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._engine.check_grammar(grammar)

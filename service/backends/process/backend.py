@@ -27,6 +27,7 @@ from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.tokenizer_files import tokenizer_from_json
 from nsm_core.wire import local as wire
+from service.backends.process.engine_link import EngineLink
 
 logger = logging.getLogger("nsm.engine")
 
@@ -75,7 +76,7 @@ class ProcessBackend:
         self._hello: wire.Hello | None = None
         self._tokenizer: Tokenizer | None = None
         self._check: RequestCheck | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
         self._numbers = itertools.count()
         self._handles: dict[int, GenerationHandle] = {}
@@ -86,7 +87,7 @@ class ProcessBackend:
         self._status = EngineStats()
         self._heard_at = 0.0
         self._num_others = 0
-        self._reading: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._has_none = asyncio.Event()
         self._has_none.set()
 
@@ -114,9 +115,9 @@ class ProcessBackend:
         return request_id in self._by_id
 
     async def start(self) -> None:
-        reader = await self._connect()
+        link = await self._connect()
         self._end = None
-        self._reading = asyncio.create_task(self._read_on(reader))
+        self._following = asyncio.create_task(self._follow(link))
 
     async def stop(self) -> None:
         self._end = self._end or EngineDead("the backend is stopping")
@@ -124,9 +125,9 @@ class ProcessBackend:
             handle.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_none.wait(), STOP_S)
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait((self._reading,))
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait((self._following,))
         for handle in list(self._handles.values()):  # the engine did not answer
             handle.fail(None)
         self._handles.clear()
@@ -264,11 +265,12 @@ class ProcessBackend:
             raise answer.error
         return answer
 
-    async def _connect(self) -> asyncio.StreamReader:
-        """Waits for the engine's first message. Raises ConfigError, or OSError and IncompleteReadError."""
-        reader, writer = await asyncio.open_unix_connection(self._path)
+    async def _connect(self) -> EngineLink:
+        """Waits for the engine's first message. Raises ConfigError or OSError."""
+        loop = asyncio.get_running_loop()
+        transport, link = await loop.create_unix_connection(lambda: EngineLink(self._take), str(self._path))
         try:
-            hello = await wire.read_to_gateway(reader)
+            hello = await link.first
             if isinstance(hello, wire.CannotStart):
                 raise ConfigError(hello.message)
             if not isinstance(hello, wire.Hello):
@@ -276,43 +278,41 @@ class ProcessBackend:
             if self._hello is not None and hello.model.fingerprint != self._hello.model.fingerprint:
                 raise ConfigError("the engine's process came back with another model")
         except BaseException:
-            writer.close()
+            transport.close()
             raise
         if self._hello is None:
             self._tokenizer = tokenizer_from_json(hello.tokenizer)
-        self._hello, self._writer, self._heard_at = hello, writer, time.monotonic()
+        self._hello, self._writer, self._heard_at = hello, transport, time.monotonic()
         self._check = RequestCheck(
             vocab_size=self.tokenizer.vocab_size,
             spec=StateLayout(hello.model.state_layout),
             fingerprint=hello.model.fingerprint,
         )
-        return reader
+        return link
 
-    async def _read_on(self, reader: asyncio.StreamReader) -> None:
-        """Until it is cancelled: reads of this engine and of those that take its place."""
+    async def _follow(self, link: EngineLink) -> None:
+        """Until it is cancelled: this engine, and those that take its place."""
         try:
             while True:
-                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                    while True:
-                        self._take(await wire.read_to_gateway(reader))
+                await link.lost.wait()
                 self._lose()
-                reader = await self._reconnect()
+                link = await self._reconnect()
         finally:
             if self._writer is not None:
                 self._writer.close()
 
-    async def _reconnect(self) -> asyncio.StreamReader:
+    async def _reconnect(self) -> EngineLink:
         retry_s = RETRY_MIN_S
         while True:
             try:
-                reader = await self._connect()
-            except (OSError, asyncio.IncompleteReadError, NsmError) as error:
+                link = await self._connect()
+            except (OSError, NsmError) as error:
                 logger.warning("the engine's process is not back: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
             else:
                 logger.info("the engine's process is back")
-                return reader
+                return link
 
     def _lose(self) -> None:
         if self._writer is not None:
@@ -347,7 +347,9 @@ class ProcessBackend:
             self._handles[number].deliver(event)
         handles = self._handles
         for number, token_id in zip(array.array("I", step.numbers), array.array("I", step.ids), strict=True):
-            handles[number].deliver_id(token_id)
+            handle = handles.get(number)
+            if handle is not None:  # else its deadline has ended it, while the engine was in a step
+                handle.deliver_id(token_id)
         numbers, ids = array.array("I", step.shown_numbers), array.array("I", step.shown_ids)
         for number, token_id, text in zip(numbers, ids, step.texts, strict=True):
             index = self._num_sampled[number] + 1

@@ -10,14 +10,15 @@ import logging
 import socket
 from typing import Protocol
 
-from nsm_core.engine.async_engine import TakeTokens
+from nsm_core.engine.async_engine import TakeTokens, TakeTokensNow
 from nsm_core.engine.generation_handle import GenerationHandle
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
 from nsm_core.engine.token_rows import NUMBER_BITS, Ints
 from nsm_core.errors import EngineDead, NsmError
 from nsm_core.wire import local as wire
-from nsm_core.wire.step_collector import StepCollector
+from nsm_core.wire.step_collector import StepCollector, step_of_tokens
 from service.backends.base import HoldsStates, InferenceBackend
+from service.backends.process.socket_writer import SocketWriter
 
 logger = logging.getLogger("nsm.engine")
 
@@ -29,7 +30,7 @@ class HandleBackend(InferenceBackend, HoldsStates, Protocol):
 
     def submit(self, request: GenerationRequest, *, tag: int | None = None) -> GenerationHandle: ...
 
-    def listen_tokens(self, listener: TakeTokens) -> None: ...
+    def listen_tokens(self, listener: TakeTokens, *, now: TakeTokensNow | None = None) -> None: ...
 
 
 class EngineServer:
@@ -45,7 +46,7 @@ class EngineServer:
 
     async def serve(self, sock: socket.socket) -> None:
         """Takes connections from now on. The backend has been started."""
-        self.backend.listen_tokens(self._take_tokens)
+        self.backend.listen_tokens(self._take_tokens, now=self._send_tokens)
         self._server = await asyncio.start_unix_server(self._connected, sock=sock)
 
     async def stop(self) -> None:
@@ -74,6 +75,11 @@ class EngineServer:
             connection.close()
             self._tasks.discard(task)
 
+    def _send_tokens(self, index: int, numbers: Ints, ids: Ints) -> bool:
+        """On the engine's thread; False: not now."""
+        connection = self._connections.get(index)
+        return connection is None or connection.send_tokens(numbers, ids)
+
     def _take_tokens(self, index: int, numbers: Ints, ids: Ints) -> None:
         connection = self._connections.get(index)
         if connection is not None:
@@ -86,10 +92,11 @@ class _Connection:
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter, index: int) -> None:
         """`index`: no other connection has it, now or later."""
         self._tag = index << NUMBER_BITS
-        self._server, self._backend, self._writer = server, server.backend, writer
+        self._server, self._backend, self._transport = server, server.backend, writer.transport
         self._handles: dict[int, GenerationHandle] = {}
         self._questions: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self._writer = SocketWriter(writer.get_extra_info("socket").fileno(), self._loop)
         self._status_task = asyncio.create_task(self._report_status())
         self._is_due = False  # a step will be sent
         self._collector = StepCollector()
@@ -126,6 +133,7 @@ class _Connection:
         for task in self._questions:
             task.cancel()
         self._writer.close()
+        self._transport.close()
 
     def _submit(self, number: int, request: GenerationRequest) -> None:
         try:
@@ -150,6 +158,12 @@ class _Connection:
         self._collector.add_tokens(numbers, ids)
         self._make_due()
 
+    def send_tokens(self, numbers: Ints, ids: Ints) -> bool:
+        """The same as a message of its own, on the engine's thread; False: what came before has not been written."""
+        if self._is_due:
+            return False
+        return self._writer.write_now(wire.encode(step_of_tokens(numbers, ids, self._num_others)))
+
     def _make_due(self) -> None:
         """The message is sent when the loop has delivered all of the step."""
         if not self._is_due:
@@ -157,8 +171,10 @@ class _Connection:
             self._loop.call_soon(self._send_step)
 
     def _send_step(self) -> None:
-        self._is_due = False
-        self._send(self._collector.take(self._num_others))
+        try:
+            self._send(self._collector.take(self._num_others))
+        finally:
+            self._is_due = False  # now the engine's thread may write
 
     @property
     def _num_others(self) -> int:
@@ -191,8 +207,7 @@ class _Connection:
         self._send(answer)
 
     def _send(self, message: wire.ToGateway) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(wire.encode(message))
+        self._writer.write(wire.encode(message))
 
 
 def refuse(sock: socket.socket, message: str) -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
+import threading
 
 import numpy as np
 
 from nsm_core.engine.async_engine import AsyncEngine
+from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.token_rows import NUM_HELD, TokenRows
+from nsm_core.engine.token_rows import NUM_HELD, NUMBER_BITS, Ints, TokenRows
 from nsm_core.engine.token_text import TokenText
 from nsm_core.sampling.device import pack_rows
 from nsm_core.tokenizer import Tokenizer
@@ -28,7 +32,9 @@ def row_of(rows: TokenRows, slot: int, tokenizer: Tokenizer, *, tag: int | None,
 def take(rows: TokenRows, slots: list[int], ids: list[int]) -> list[bool]:
     at = np.array(slots)
     rows.launched(at)
-    taken: list[bool] = rows.take_plain(at, rows.tags[at], np.array(ids)).tolist()
+    is_plain = rows.take_plain(at, rows.tags[at], np.array(ids))
+    rows.landed(at[is_plain])
+    taken: list[bool] = is_plain.tolist()
     return taken
 
 
@@ -121,3 +127,94 @@ def test_most_tokens_of_requests_with_tags_are_no_events(tiny_tokenizer: Tokeniz
     other = run_all(make_engine(small_model(), tiny_tokenizer), [request])["a"]
     assert [events[0].token_id, *plain, events[1].token_id] == other.ids
     assert "".join(text.texts(other.ids)) == "".join(token.text for token in other.tokens)
+
+
+def waits_for_each(engine: Engine) -> None:
+    """Steps of so few rows are waited for, as on a GPU."""
+    assert engine._blockers._overlap is not None
+    engine._blockers._overlap.min_rows = 100
+
+
+def test_steps_that_are_waited_for_give_plain_tokens_too(tiny_tokenizer: Tokenizer) -> None:
+    requests = [
+        make_request("a", random_ids(1, 5), max_tokens=12),
+        make_request("b", random_ids(2, 5), max_tokens=13, logprobs=1),
+        make_request("c", random_ids(3, 5), max_tokens=14, stop=("x",)),
+        make_request("d", random_ids(4, 5), max_tokens=15, temperature=1.0, seed=3),
+        make_request("e", random_ids(5, 5), max_tokens=16, repetition_penalty=1.5),
+        make_request("f", random_ids(6, 5), max_tokens=17, stop_token_ids=tuple(range(0, 512, 7))),
+    ]
+    want = run_all(make_engine(small_model(), tiny_tokenizer, speculation="off"), requests)
+    engine = make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off")
+    waits_for_each(engine)
+    found = run_all(engine, requests, reads_ids=tiny_tokenizer)
+    for name, outcome in want.items():
+        assert found[name].events == outcome.events
+
+
+def test_plain_tokens_of_steps_that_are_waited_for_are_no_events(tiny_tokenizer: Tokenizer) -> None:
+    engine = make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off")
+    waits_for_each(engine)
+    engine.add(make_request("a", random_ids(1, 5), max_tokens=20), tag=3)
+    num_plain = num_events = 0
+    while engine.has_work:
+        num_events += sum(isinstance(event, TokenEvent) for _, event in engine.step())
+        num_plain += sum(len(batch.ids) for batch in engine.take_tokens())
+    assert (num_plain, num_events) == (18, 2)
+
+
+def test_forced_tokens_are_not_taken_from_steps_that_are_waited_for(tiny_tokenizer: Tokenizer) -> None:
+    request = make_request("a", random_ids(1, 5), max_tokens=12)
+    want = run_all(make_engine(small_model(), tiny_tokenizer, speculation="off"), [request])["a"]
+    sampled = tuple(event.token_id for event in want.tokens[:4])
+    engine = make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off")
+    waits_for_each(engine)
+    engine.add(dataclasses.replace(request, sampled_ids=sampled), tag=1)
+    ids: list[int] = []
+    while engine.has_work:
+        ids += [event.token_id for _, event in engine.step() if isinstance(event, TokenEvent)]
+        assert not engine.take_tokens()
+    assert [*sampled, *ids] == [event.token_id for event in want.tokens]
+
+
+async def test_a_listener_that_takes_now_gets_each_token_once_and_in_order(tiny_tokenizer: Tokenizer) -> None:
+    """The first and the last token come by the loop, and every third plain one is refused."""
+    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off"))
+    seen: dict[int, list[int]] = {1: [], 2: []}
+    threads: set[bool] = set()
+    num_asked = itertools.count()
+
+    def take(index: int, numbers: Ints, ids: Ints) -> None:
+        assert index == 5
+        threads.add(threading.current_thread() is threading.main_thread())
+        for number, token_id in zip(numbers.tolist(), ids.tolist(), strict=True):
+            seen[number].append(token_id)
+
+    def take_now(index: int, numbers: Ints, ids: Ints) -> bool:
+        if next(num_asked) % 3 == 2:
+            return False
+        take(index, numbers, ids)
+        return True
+
+    engine.listen_tokens(take, now=take_now)
+    await engine.start()
+    ends = []
+    requests = [make_request(f"r{number}", random_ids(number, 5), max_tokens=60) for number in seen]
+    for number, request in zip(seen, requests, strict=True):
+        ended = asyncio.Event()
+
+        def listen(event: Event, number: int = number, ended: asyncio.Event = ended) -> None:
+            if isinstance(event, TokenEvent):
+                seen[number].append(event.token_id)
+            else:
+                ended.set()
+
+        engine.submit(request, tag=5 << NUMBER_BITS | number).listen(listen)
+        ends.append(ended)
+    async with asyncio.timeout(20):
+        for ended in ends:
+            await ended.wait()
+    await engine.stop()
+    want = run_all(make_engine(small_model(), tiny_tokenizer, speculation="off"), requests)
+    assert list(seen.values()) == [[event.token_id for event in run.tokens] for run in want.values()]
+    assert threads == {True, False}
