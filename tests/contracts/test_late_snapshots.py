@@ -24,7 +24,7 @@ from service.stores.sessions.retention import Retention
 from service.stores.sessions.transitions import SnapshotMark
 from tests.support.redis_servers import RedisClock
 from tests.support.snapshots import make_snapshot
-from tests.support.stored_rows import ONE, execute
+from tests.support.stored_rows import LOG_OF_ONE, VERSION, execute
 from tests.support.stored_sessions import Clock, acquire, commit, commit_log, create
 
 KEY = SessionKey("a", "s1")
@@ -203,7 +203,7 @@ async def damage_second_turn(store: SessionStore) -> None:
     if isinstance(store, RedisSessionStore):
         await store.client.command("LSET", store.keys.session(KEY).log, 1, bytes(20))
     else:
-        await execute(store, f"UPDATE log_chunks SET ids = zeroblob(12) WHERE {ONE} AND version = 2", *KEY)
+        await execute(store, f"UPDATE log_chunks SET ids = zeroblob(12) WHERE {LOG_OF_ONE} AND {VERSION} = 2", *KEY)
 
 
 async def test_R3_a_tail_that_is_damaged_is_refused(store: SessionStore) -> None:

@@ -10,6 +10,8 @@ from service.stores.sessions.codec import encode_ids
 from service.stores.sessions.sqlite import SqliteSessionStore
 
 ONE = "tenant = ? AND session_id = ?"
+LOG_OF_ONE = f"row_id >> 32 = (SELECT number FROM sessions WHERE {ONE})"  # of log_chunks
+VERSION = "(row_id & 4294967295)"
 
 
 async def execute(store: SessionStore, statement: str, *values: Any) -> list[Any]:
@@ -61,7 +63,7 @@ async def put_retained(store: SessionStore, version: int, raw: bytes, session_id
 
 async def get_chunk(store: SessionStore, session_id: str = "s1", *, tenant: str = "default") -> tuple[int, bytes]:
     """Version and bytes of the newest chunk of the token log."""
-    query = f"SELECT version, ids FROM log_chunks WHERE {ONE} ORDER BY version DESC LIMIT 1"
+    query = f"SELECT {VERSION}, ids FROM log_chunks WHERE {LOG_OF_ONE} ORDER BY row_id DESC LIMIT 1"
     ((version, ids),) = await execute(store, query, tenant, session_id)
     return int(version), bytes(ids)
 
@@ -71,7 +73,7 @@ async def put_chunk(
 ) -> None:
     """With a checksum that fits."""
     raw = ids if isinstance(ids, bytes) else encode_ids(ids)
-    statement = f"UPDATE log_chunks SET ids = ?, checksum = ? WHERE {ONE} AND version = ?"
+    statement = f"UPDATE log_chunks SET ids = ?, checksum = ? WHERE {LOG_OF_ONE} AND {VERSION} = ?"
     await execute(store, statement, raw, checksum(raw), tenant, session_id, version)
 
 

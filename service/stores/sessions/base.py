@@ -114,8 +114,8 @@ class StoredSession:
 class LeasedSession:
     """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`.
 
-    `is_known`: the head is the one that the caller knows, and its snapshot was not read. `record`: what `begin_turn`
-    would have given, None when no turn was to begin.
+    `is_known`: the head is the one that the caller knows; neither snapshot nor tail were read. `record`: what
+    `begin_turn` would have given, None when no turn was to begin.
     """
 
     lease: Lease

@@ -179,16 +179,16 @@ class SqliteSessionStore:
             with unsynced_transaction(connection):  # a power cut ends its turn as well
                 now = self._clock()
                 head = get_head(connection, key, now)
+                is_known = known == (head.created_at, head.version)
                 require_log(connection, head)
-                tail = get_tail(connection, head)
+                tail = None if is_known else get_tail(connection, head)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
                 retained = get_retained(connection, head)
                 record = None
                 if start is not None:
                     record = find_or_begin(connection, head, start, max_records=max_records, now=now)
-                is_known = known == (head.created_at, head.version)
                 raw = None if is_known else get_snapshot(connection, key, head.snapshot_version)
-            stored = StoredSession(head=head, snapshot=None, tail=tail) if is_known else checked(head, raw, tail)
+            stored = StoredSession(head=head, snapshot=None) if tail is None else checked(head, raw, tail)
             return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=is_known, record=record)
 
         return await self.database.write_short(work, is_synced=False)

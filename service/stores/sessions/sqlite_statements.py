@@ -37,8 +37,11 @@ HEAD_COLUMNS = (
     "numerics, energy_joules, replica"
 )
 REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
-CHILDREN = ("snapshots", "older_snapshots", "log_chunks", "turns")
+BY_KEY = ("snapshots", "older_snapshots")  # tables whose rows have the session's key
+BY_ROW_ID = ("log_chunks", "turns", "turn_chunks")  # and those whose row ids begin with its number
 ONE = "tenant = ? AND session_id = ?"
+OWN = "row_id BETWEEN ? AND ?"  # see `row_ids_of`
+VERSION = "(row_id & 4294967295)"  # of a row of log_chunks
 EXISTS = "(expires_at IS NULL OR max(expires_at, lease_expires_at) > ?)"  # at a time
 
 
@@ -49,6 +52,17 @@ def head_of(row: tuple[Any, ...]) -> SessionHead:
     with decoding(f"the head of session {fields['session_id']!r}"):
         fields["metadata"] = MappingProxyType(dict(json.loads(fields["metadata"])))
         return SessionHead(**fields)
+
+
+def row_id_of(number: int, index: int) -> int:
+    """Of a row that belongs to session `number`: the other half is `index`."""
+    return number << 32 | index
+
+
+def row_ids_of(connection: sqlite3.Connection, key: SessionKey) -> tuple[int, int]:
+    """The first and the last row id that rows of the session may have: the parameters of OWN."""
+    (number,) = connection.execute(f"SELECT number FROM sessions WHERE {ONE}", key).fetchone()
+    return row_id_of(number, 0), row_id_of(number + 1, 0) - 1
 
 
 def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionHead:
@@ -84,12 +98,15 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     connection.execute(f"DELETE FROM sessions WHERE {ONE} AND NOT {EXISTS}", (*key, head.created_at))
     if connection.execute(f"SELECT 1 FROM sessions WHERE {ONE}", key).fetchone() is not None:
         raise already_exists(head.session_id)
-    for table in CHILDREN:  # left by damage; they would be taken for the new session's
+    (number,) = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM sessions").fetchone()
+    for table in BY_KEY:  # left by damage; they would be taken for the new session's
         connection.execute(f"DELETE FROM {table} WHERE {ONE}", key)
+    for table in BY_ROW_ID:
+        connection.execute(f"DELETE FROM {table} WHERE {OWN}", (row_id_of(number, 0), row_id_of(number + 1, 0) - 1))
     names = HEAD_COLUMNS.split(", ")
     values = [json.dumps(dict(head.metadata)) if name == "metadata" else getattr(head, name) for name in names]
-    placeholders = ", ".join("?" * len(names))
-    connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({placeholders})", values)
+    placeholders = ", ".join("?" * (len(names) + 1))
+    connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}, number) VALUES ({placeholders})", (*values, number))
 
 
 def get_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int) -> bytes | None:
@@ -132,10 +149,10 @@ def append_chunk(
 ) -> None:
     """The tokens that the version of `mark` added to the log."""
     raw, seed = encode_ids(ids), None if mark.seed is None else str(mark.seed)
+    first, _ = row_ids_of(connection, head.key)
     connection.execute(
-        "INSERT INTO log_chunks (tenant, session_id, version, ids, num_sampled, seed, checksum) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (*head.key, mark.version, raw, mark.num_sampled, seed, checksum(raw)),
+        "INSERT INTO log_chunks VALUES (?, ?, ?, ?, ?)",
+        (first | mark.version, raw, mark.num_sampled, seed, checksum(raw)),
     )
 
 
@@ -161,16 +178,16 @@ def append_log(
 
 
 def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMark, ...]:
-    query = f"SELECT version, length(ids), num_sampled, seed FROM log_chunks WHERE {ONE} ORDER BY version"
-    rows = connection.execute(query, head.key).fetchall()
+    query = f"SELECT {VERSION}, length(ids), num_sampled, seed FROM log_chunks WHERE {OWN} ORDER BY row_id"
+    rows = connection.execute(query, row_ids_of(connection, head.key)).fetchall()
     ends = itertools.accumulate(num_bytes // TOKEN_BYTES for _, num_bytes, _, _ in rows)
     return tuple(_mark(head, (row[0], row[2], row[3]), end) for row, end in zip(rows, ends, strict=True))
 
 
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
     """Raises LogCorrupt when it is damaged."""
-    query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
-    rows = connection.execute(query, head.key).fetchall()
+    query = f"SELECT ids, checksum FROM log_chunks WHERE {OWN} ORDER BY row_id"
+    rows = connection.execute(query, row_ids_of(connection, head.key)).fetchall()
     if any(checksum(ids) != stored for ids, stored in rows):
         raise log_corrupt(head, "a part of it fails its checksum")
     raw = b"".join(ids for ids, _ in rows)
@@ -182,10 +199,10 @@ def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...
 def get_tail(connection: sqlite3.Connection, head: SessionHead) -> LogTail:
     """Raises LogCorrupt when this part of the log is damaged."""
     num_left, end = head.num_log_tokens - head.snapshot_position, head.num_log_tokens
-    query = f"SELECT version, ids, num_sampled, seed, checksum FROM log_chunks WHERE {ONE} ORDER BY version DESC"
+    query = f"SELECT {VERSION}, ids, num_sampled, seed, checksum FROM log_chunks WHERE {OWN} ORDER BY row_id DESC"
     parts: list[bytes] = []
     marks: list[LogMark] = []
-    for version, raw, num_sampled, seed, stored in connection.execute(query, head.key):
+    for version, raw, num_sampled, seed, stored in connection.execute(query, row_ids_of(connection, head.key)):
         if num_left <= 0 and version <= head.snapshot_version:
             break
         if checksum(raw) != stored:
@@ -211,15 +228,16 @@ def _mark(head: SessionHead, row: tuple[int, int, str | None], end: int) -> LogM
 
 def has_version(connection: sqlite3.Connection, head: SessionHead, *, version: int, position: int) -> bool:
     """Whether a turn of the log ended as this version, with all `position` tokens fed or one less."""
-    query = f"SELECT coalesce(sum(length(ids)), 0), max(version) FROM log_chunks WHERE {ONE} AND version <= ?"
-    num_bytes, newest = connection.execute(query, (*head.key, version)).fetchone()
+    query = f"SELECT coalesce(sum(length(ids)), 0), max{VERSION} FROM log_chunks WHERE {OWN}"
+    first, _ = row_ids_of(connection, head.key)
+    num_bytes, newest = connection.execute(query, (first, first | version)).fetchone()
     return bool(newest == version and num_bytes // TOKEN_BYTES - position in (0, 1))
 
 
 def require_log(connection: sqlite3.Connection, head: SessionHead) -> None:
     """Number and length of its parts against the head, without reading them. Raises LogCorrupt."""
-    query = f"SELECT coalesce(sum(length(ids)), 0), coalesce(max(version), 0) FROM log_chunks WHERE {ONE}"
-    num_bytes, version = connection.execute(query, head.key).fetchone()
+    query = f"SELECT coalesce(sum(length(ids)), 0), coalesce(max{VERSION}, 0) FROM log_chunks WHERE {OWN}"
+    num_bytes, version = connection.execute(query, row_ids_of(connection, head.key)).fetchone()
     if num_bytes != TOKEN_BYTES * head.num_log_tokens:
         raise log_corrupt(head, f"it has {num_bytes} bytes for {head.num_log_tokens} tokens")
     if version != head.version:
@@ -235,17 +253,23 @@ def cut_log(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -
     left = [mark for mark in get_marks(connection, head) if mark.num_log_tokens <= end]
     last_version, start = (left[-1].version, left[-1].num_log_tokens) if left else (0, 0)
     rest = get_log(connection, head)[start:end]
-    statement = f"DELETE FROM log_chunks WHERE {ONE} AND version > ?"
-    connection.execute(statement, (*head.key, last_version))
+    _cut_chunks(connection, head, last_version)
     append_chunk(connection, head, rest, rewind)
     return int(last_version)
 
 
+def _cut_chunks(connection: sqlite3.Connection, head: SessionHead, last_version: int) -> None:
+    """Deletes those of later versions."""
+    first, last = row_ids_of(connection, head.key)
+    connection.execute(f"DELETE FROM log_chunks WHERE {OWN}", ((first | last_version) + 1, last))
+
+
 def cut_behind(connection: sqlite3.Connection, head: SessionHead, end: LogPoint) -> SessionHead:
     """Drops what log and snapshots have behind the end of a version. Raises LogCorrupt where that is not in the log."""
-    connection.execute(f"DELETE FROM log_chunks WHERE {ONE} AND version > ?", (*head.key, end.version))
-    query = f"SELECT coalesce(sum(length(ids)), 0), max(version) FROM log_chunks WHERE {ONE}"
-    if connection.execute(query, head.key).fetchone() != (TOKEN_BYTES * end.num_log_tokens, end.version):
+    _cut_chunks(connection, head, end.version)
+    query = f"SELECT coalesce(sum(length(ids)), 0), max{VERSION} FROM log_chunks WHERE {OWN}"
+    found = connection.execute(query, row_ids_of(connection, head.key)).fetchone()
+    if found != (TOKEN_BYTES * end.num_log_tokens, end.version):
         raise log_corrupt(head, f"version {end.version} does not end after {end.num_log_tokens} tokens")
     connection.execute(f"DELETE FROM older_snapshots WHERE {ONE} AND version > ?", (*head.key, end.version))
     if head.snapshot_version > end.version:
@@ -255,6 +279,10 @@ def cut_behind(connection: sqlite3.Connection, head: SessionHead, end: LogPoint)
 
 
 _FREE = "lease_holder = NULL, lease_owner = NULL, lease_expires_at = 0"
+NO_TURN = (
+    "turn_id = NULL, turn_identity = NULL, turn_digest = NULL, turn_base_version = NULL, turn_row_id = NULL, "
+    "turn_order = NULL, is_cancel_wanted = 0, turn_request = NULL"
+)
 _HELD = f"{ONE} AND created_at = ? AND lease_holder = ? AND fence = ?"  # the newest lease, of this incarnation
 
 
@@ -332,7 +360,7 @@ def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version
 def move_head(
     connection: sqlite3.Connection, head: SessionHead, change: Commit | Rewind, *, num_log_tokens: int, now: float
 ) -> SessionHead:
-    """To the next version; the session is free again."""
+    """To the next version; the session is free again, and no turn runs in it."""
     new = dataclasses.replace(
         head,
         version=change.version,
@@ -348,7 +376,8 @@ def move_head(
     )
     connection.execute(
         "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
-        f"expires_at = ?, tokenizer_fingerprint = ?, numerics = ?, energy_joules = ?, replica = ?, {_FREE} WHERE {ONE}",
+        "expires_at = ?, tokenizer_fingerprint = ?, numerics = ?, energy_joules = ?, replica = ?, "
+        f"{_FREE}, {NO_TURN} WHERE {ONE}",
         (new.version, new.position, now, new.model_fingerprint, num_log_tokens, new.expires_at,
          new.tokenizer_fingerprint, new.numerics, new.energy_joules, new.replica, *head.key),
     )  # fmt: skip

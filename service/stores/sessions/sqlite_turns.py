@@ -11,10 +11,20 @@ from service.stores.sessions.base import SessionHead
 from service.stores.sessions.errors import require_version
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
-from service.stores.sessions.sqlite_statements import EXISTS, ONE, free_whoever, get_head, held_head, lease_left_s
+from service.stores.sessions.sqlite_statements import (
+    EXISTS,
+    NO_TURN,
+    ONE,
+    OWN,
+    free_whoever,
+    get_head,
+    held_head,
+    lease_left_s,
+    row_id_of,
+    row_ids_of,
+)
 from service.stores.sessions.turn_records import (
     ABANDONED_S,
-    REPEATABLE,
     EndedTurn,
     TurnRecord,
     TurnStart,
@@ -25,9 +35,25 @@ from service.stores.sessions.turn_records import (
 from service.stores.sqlite.connection import reading, transaction, unsynced_transaction
 from service.stores.sqlite.database import Database
 
-_COLUMNS = "turn_id, identity, digest, base_version, status, request, result, is_cancel_wanted"
-_ONE_TURN = f"{ONE} AND turn_id = ?"
-_CURRENT = "(expires_at IS NULL OR expires_at > ?)"  # at a time
+_RUNNING = (
+    "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order"
+)
+_ENDED = "turn_id, identity, digest, base_version, status, result"
+_CURRENT = "expires_at > ?"  # at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """The record of the running turn, which is in its session's row. `row_id`: where it goes in `turns` at its end."""
+
+    turn_id: str
+    identity: str | None
+    digest: str
+    base_version: int
+    request: bytes
+    is_cancel_wanted: int
+    row_id: int
+    order: int
 
 
 class SqliteTurns:
@@ -59,7 +85,9 @@ class SqliteTurns:
             with transaction(connection):
                 now = self._clock()
                 head = held_head(connection, lease, now)
-                _end(connection, head, ended.turn_id, status, ended.result, now + ended.ttl_s)
+                running = _get_running(connection, head.key)
+                if running is not None and running.turn_id == ended.turn_id:
+                    _end(connection, head, running, status, ended.result, now + ended.ttl_s)
 
         await self._database.write_short(work, is_synced=True)
 
@@ -67,7 +95,9 @@ class SqliteTurns:
         def work(connection: sqlite3.Connection) -> None:
             with unsynced_transaction(connection):
                 head = held_head(connection, lease, self._clock())
-                connection.execute(f"DELETE FROM turns WHERE {_ONE_TURN}", (*head.key, turn_id))
+                running = _get_running(connection, head.key)
+                if running is not None and running.turn_id == turn_id:
+                    _clear_running(connection, head.key)
 
         await self._database.write_short(work, is_synced=False)
 
@@ -105,17 +135,16 @@ class SqliteTurns:
             with transaction(connection):
                 now = self._clock()
                 head = get_head(connection, key, now)
-                turn_id = _running_id(connection, head)
-                if turn_id is None:
+                running = _get_running(connection, key)
+                if running is None:
                     return None
                 left_s = lease_left_s(connection, head.key, now=now, processes=processes)
                 if left_s:
-                    statement = f"UPDATE turns SET is_cancel_wanted = 1 WHERE {_ONE_TURN}"
-                    connection.execute(statement, (*head.key, turn_id))
+                    connection.execute(f"UPDATE sessions SET is_cancel_wanted = 1 WHERE {ONE}", key)
                 else:
-                    _end(connection, head, turn_id, "cancelled", None, now + ABANDONED_S)
+                    _end(connection, head, running, "cancelled", None, now + ABANDONED_S)
                     free_whoever(connection, head)
-                return _find(connection, head.key, turn_id, now, 0, left_s)
+                return _find(connection, head.key, running.turn_id, now, 0, left_s)
 
         return await self._database.write(work)
 
@@ -130,138 +159,177 @@ def find_or_begin(
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
     """The session moves on, by `committed` or by something else. Inside the caller's transaction."""
-    turn_id = _running_id(connection, head)
-    if turn_id is None:
+    running = _get_running(connection, head.key)
+    if running is None:
         return
-    if committed is not None and committed.turn_id == turn_id:
-        _end(connection, head, turn_id, "committed", committed.result, now + committed.ttl_s)
+    if committed is not None and committed.turn_id == running.turn_id:
+        _end(connection, head, running, "committed", committed.result, now + committed.ttl_s)
     else:
-        _end(connection, head, turn_id, "failed", None, now + ABANDONED_S)
+        _end(connection, head, running, "failed", None, now + ABANDONED_S)
 
 
 def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version: int) -> None:
     """The session was rewound to `from_version`: results of later turns are deleted."""
     connection.execute(
-        f"UPDATE turns SET status = 'cancelled', result = NULL WHERE {ONE} AND base_version >= ? "
+        f"UPDATE turns SET status = 'cancelled', result = NULL WHERE {OWN} AND base_version >= ? "
         "AND result IS NOT NULL",
-        (*head.key, from_version),
+        (*row_ids_of(connection, head.key), from_version),
     )
 
 
 def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
     """Inside the caller's transaction."""
-    due = "SELECT tenant, session_id FROM sessions WHERE records_due_at <= ?"
-    statement = f"DELETE FROM turns WHERE expires_at <= ? AND (tenant, session_id) IN ({due})"
-    connection.execute(statement, (now, now))
-    first = "SELECT min(expires_at) FROM turns WHERE tenant = sessions.tenant AND session_id = sessions.session_id"
-    connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE records_due_at <= ?", (now,))
+    due = connection.execute("SELECT number FROM sessions WHERE records_due_at <= ?", (now,)).fetchall()
+    for (number,) in due:
+        row_ids = (row_id_of(number, 0), row_id_of(number + 1, 0) - 1)
+        connection.execute(f"DELETE FROM turns WHERE {OWN} AND expires_at <= ?", (*row_ids, now))
+        first = f"SELECT min(expires_at) FROM turns WHERE {OWN}"
+        connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE number = ?", (*row_ids, number))
 
 
 def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, now: float) -> TurnRecord | None:
     """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
     has with another digest.
     """
-    key = head.key
-    if start.turn_id == _running_id(connection, head):
-        return _find(connection, key, start.turn_id, now, 0, 0.0)
+    running = _get_running(connection, head.key)
+    if running is not None and (
+        running.turn_id == start.turn_id or (start.identity is not None and running.identity == start.identity)
+    ):
+        return _running_record(connection, head.key, running, 0, 0.0)
     if start.identity is None:
         return None
     query = (
-        f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND (status IN (?, ?) OR digest != ?) "
-        f"AND {_CURRENT} ORDER BY number DESC LIMIT 1"
+        f"SELECT {_ENDED} FROM turns WHERE {OWN} AND identity = ? AND (status = 'committed' OR digest != ?) "
+        f"AND {_CURRENT} ORDER BY turn_order DESC LIMIT 1"
     )
-    row = connection.execute(query, (*key, start.identity, *REPEATABLE, start.digest, now)).fetchone()
-    return _record_of(connection, row, 0, 0.0)
+    row_ids = row_ids_of(connection, head.key)
+    return _ended_record(connection.execute(query, (*row_ids, start.identity, start.digest, now)).fetchone(), 0.0)
 
 
 def _begin(
     connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
 ) -> TurnRecord:
-    key = head.key
     if start.base_version is not None:
         require_version(head, start.base_version)
     end_running(connection, head, None, now)
+    row_id, order = _next_row_id(connection, head.key, start.turn_id, max_records=max_records)
     connection.execute(
-        f"DELETE FROM turns WHERE {ONE} AND (turn_id = ? OR NOT {_CURRENT} OR number NOT IN "
-        f"(SELECT number FROM turns WHERE {ONE} ORDER BY number DESC LIMIT ?))",
-        (*key, start.turn_id, now, *key, max_records - 1),
-    )
-    connection.execute(
-        "INSERT INTO turns (tenant, session_id, turn_id, identity, digest, base_version, status, request) "
-        "VALUES (?, ?, ?, ?, ?, ?, 'running', ?)",
-        (*key, start.turn_id, start.identity, start.digest, head.version, start.request),
+        "UPDATE sessions SET turn_id = ?, turn_identity = ?, turn_digest = ?, turn_base_version = ?, turn_row_id = ?, "
+        f"turn_order = ?, is_cancel_wanted = 0, turn_request = ? WHERE {ONE}",
+        (start.turn_id, start.identity, start.digest, head.version, row_id, order, start.request, *head.key),
     )
     return started(start, head.version)
 
 
+def _next_row_id(connection: sqlite3.Connection, key: SessionKey, turn_id: str, *, max_records: int) -> tuple[int, int]:
+    """Row id and order of a turn that begins. It takes the row of the oldest record if there are as many as may be,
+    which stays until it ends: so a turn that begins writes no page of records.
+    """
+    first, last = row_ids_of(connection, key)
+    query = f"SELECT row_id, turn_order, turn_id FROM turns WHERE {OWN} ORDER BY turn_order"
+    found = connection.execute(query, (first, last)).fetchall()
+    order = found[-1][1] + 1 if found else 1
+    same = [row_id for row_id, _, name in found if name == turn_id]
+    row_ids = [row_id for row_id, _, _ in found if row_id not in same]
+    num_over = len(row_ids) - (max_records - 1)
+    for row_id in [*same, *row_ids[: max(0, num_over - 1)]]:  # a retry under the same id, or fewer may be than before
+        connection.execute("DELETE FROM turns WHERE row_id = ?", (row_id,))
+    if num_over > 0:
+        return row_ids[num_over - 1], order
+    return next(row_id for row_id in range(first, last) if row_id not in row_ids), order
+
+
 def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, index: int, chunk: bytes) -> bool:
-    query = f"SELECT is_cancel_wanted, number FROM turns WHERE {_ONE_TURN} AND status = 'running'"
-    row = connection.execute(query, (*head.key, turn_id)).fetchone()
-    if row is None:
+    running = _get_running(connection, head.key)
+    if running is None or running.turn_id != turn_id:
         raise turn_not_found(turn_id)
-    is_cancel_wanted, number = row
-    count = "SELECT count(*) FROM turn_chunks WHERE turn_number = ?"
-    (num_chunks,) = connection.execute(count, (number,)).fetchone()
+    first, last = row_ids_of(connection, head.key)
+    (num_chunks,) = connection.execute(f"SELECT count(*) FROM turn_chunks WHERE {OWN}", (first, last)).fetchone()
     if index > num_chunks:
         raise turn_not_found(turn_id)
     if index == num_chunks:
-        connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?, ?)", (number, index, chunk, head.tenant))
-    return bool(is_cancel_wanted)
+        connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?)", (first | index, chunk, head.tenant))
+    return bool(running.is_cancel_wanted)
 
 
 def _end(
     connection: sqlite3.Connection,
     head: SessionHead,
-    turn_id: str,
+    running: _Running,
     status: TurnStatus,
     result: bytes | None,
     expires_at: float,
 ) -> None:
-    """One that is not running is left as it is."""
-    key = (*head.key, turn_id)
-    chunks = f"DELETE FROM turn_chunks WHERE turn_number IN (SELECT number FROM turns WHERE {_ONE_TURN})"
-    connection.execute(chunks, key)
+    # not OR REPLACE: rows that it removes reach no trigger
+    connection.execute("DELETE FROM turns WHERE row_id = ?", (running.row_id,))
     connection.execute(
-        f"UPDATE turns SET status = ?, request = x'', result = ?, expires_at = ? WHERE {_ONE_TURN} "
-        "AND status = 'running'",
-        (status, result, expires_at, *key),
+        "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(running.row_id, running.order, head.tenant, running.turn_id, running.identity, running.digest),
+            *(running.base_version, status, result, expires_at),
+        ),
     )
+    _clear_running(connection, head.key)
     # Rarely: while the session is used, the first of its records that expires is the oldest one
     due = f"UPDATE sessions SET records_due_at = ? WHERE {ONE} AND (records_due_at IS NULL OR records_due_at > ?)"
     connection.execute(due, (expires_at, *head.key, expires_at))
 
 
-def _running_id(connection: sqlite3.Connection, head: SessionHead) -> str | None:
-    row = connection.execute(f"SELECT turn_id FROM turns WHERE {ONE} AND status = 'running'", head.key).fetchone()
-    return None if row is None else str(row[0])
+def _clear_running(connection: sqlite3.Connection, key: SessionKey) -> None:
+    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_of(connection, key))
+    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", key)
+
+
+def _get_running(connection: sqlite3.Connection, key: SessionKey) -> _Running | None:
+    query = f"SELECT {_RUNNING} FROM sessions WHERE {ONE} AND turn_id IS NOT NULL"
+    row = connection.execute(query, key).fetchone()
+    return None if row is None else _Running(*row)
 
 
 def _find(
     connection: sqlite3.Connection, key: SessionKey, turn_id: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
-    query = f"SELECT {_COLUMNS}, number FROM turns WHERE {_ONE_TURN} AND {_CURRENT}"
-    return _record_of(connection, connection.execute(query, (*key, turn_id, now)).fetchone(), first_chunk, left_s)
+    running = _get_running(connection, key)
+    if running is not None and running.turn_id == turn_id:
+        return _running_record(connection, key, running, first_chunk, left_s)
+    query = f"SELECT {_ENDED} FROM turns WHERE {OWN} AND turn_id = ? AND {_CURRENT}"
+    return _ended_record(connection.execute(query, (*row_ids_of(connection, key), turn_id, now)).fetchone(), left_s)
 
 
 def _find_repeatable(
     connection: sqlite3.Connection, key: SessionKey, identity: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
+    running = _get_running(connection, key)
+    if running is not None and running.identity == identity:
+        return _running_record(connection, key, running, first_chunk, left_s)
     query = (
-        f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND status IN (?, ?) AND {_CURRENT} "
-        "ORDER BY number DESC LIMIT 1"
+        f"SELECT {_ENDED} FROM turns WHERE {OWN} AND identity = ? AND status = 'committed' AND {_CURRENT} "
+        "ORDER BY turn_order DESC LIMIT 1"
     )
-    row = connection.execute(query, (*key, identity, *REPEATABLE, now)).fetchone()
-    return _record_of(connection, row, first_chunk, left_s)
+    return _ended_record(connection.execute(query, (*row_ids_of(connection, key), identity, now)).fetchone(), left_s)
 
 
-def _record_of(
-    connection: sqlite3.Connection, row: tuple[Any, ...] | None, first_chunk: int, left_s: float
-) -> TurnRecord | None:
+def _running_record(
+    connection: sqlite3.Connection, key: SessionKey, running: _Running, first_chunk: int, left_s: float
+) -> TurnRecord:
+    first, last = row_ids_of(connection, key)
+    query = f"SELECT chunk FROM turn_chunks WHERE {OWN} ORDER BY row_id"
+    chunks = tuple(bytes(chunk) for (chunk,) in connection.execute(query, (first + first_chunk, last)))
+    return TurnRecord(
+        turn_id=running.turn_id,
+        identity=running.identity,
+        digest=running.digest,
+        base_version=running.base_version,
+        status="running",
+        request=running.request,
+        chunks=chunks,
+        is_cancel_wanted=bool(running.is_cancel_wanted),
+        lease_left_s=left_s,
+    )
+
+
+def _ended_record(row: tuple[Any, ...] | None, left_s: float) -> TurnRecord | None:
     if row is None:
         return None
-    *values, number = row
-    fields = dict(zip(_COLUMNS.split(", "), values, strict=True))
-    fields["is_cancel_wanted"] = bool(fields["is_cancel_wanted"])
-    query = "SELECT chunk FROM turn_chunks WHERE turn_number = ? AND chunk_number >= ? ORDER BY chunk_number"
-    chunks = tuple(bytes(chunk) for (chunk,) in connection.execute(query, (number, first_chunk)))
-    return TurnRecord(**fields, chunks=chunks, lease_left_s=left_s)
+    fields = dict(zip(_ENDED.split(", "), row, strict=True))
+    return TurnRecord(**fields, request=b"", lease_left_s=left_s)

@@ -78,8 +78,9 @@ class TurnStore(Protocol):
         one that ended in another way and has the same identity and another digest.
 
         A running record of another identity was abandoned by a lost holder, and ends as failed. Of the ended records
-        only the newest are kept, `max_records` with the new one. Survives the death of the process, not a power cut.
-        Raises NotFound, LeaseLost, or VersionConflict when the session is not at `start.base_version`.
+        only the newest are kept: `max_records` with the new one, at the latest when it has ended. Survives the death of
+        the process, not a power cut. Raises NotFound, LeaseLost, or VersionConflict when the session is not at
+        `start.base_version`.
         """
         ...
 

@@ -73,7 +73,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """
     with _committed(connection):
         yield
-        connection.execute("UPDATE stamp SET value = value + 1")
+        connection.execute("UPDATE usage SET stamp = stamp + 1 WHERE tenant = ''")
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ class FileWatch:
         # not `open`: a descriptor that is closed again would take SQLite's locks on the file with it
         uri = f"file:{quote(str(self._database.absolute()))}?immutable=1"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            return read_stamp(connection) if _has_tables(connection) else 0
+            return read_stamp(connection) if _has_stamp(connection) else 0
 
     def _read_mark(self) -> int:
         with contextlib.suppress(OSError):
@@ -201,13 +201,13 @@ class FileWatch:
 
 def read_stamp(connection: sqlite3.Connection) -> int:
     """0 where somebody deleted it: less than any acknowledged stamp."""
-    (stamp,) = connection.execute("SELECT coalesce(max(value), 0) FROM stamp").fetchone()
+    (stamp,) = connection.execute("SELECT coalesce(max(stamp), 0) FROM usage WHERE tenant = ''").fetchone()
     return int(stamp)
 
 
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    """Not at first: until the log's pages are moved for the first time, the file is empty."""
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'stamp'").fetchone() is not None
+def _has_stamp(connection: sqlite3.Connection) -> bool:
+    """Not at first: until the log's pages are moved for the first time, the file is empty, or of an older schema."""
+    return connection.execute("SELECT 1 FROM pragma_table_info('usage') WHERE name = 'stamp'").fetchone() is not None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from nsm_core.errors import ConfigError
 
 APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file this is
-PAGE_BYTES = 1024  # of new files. benchmarks.turn_commit: a turn writes 26 KB without snapshots; 4 KiB: 74
+PAGE_BYTES = 1024  # of new files: a turn of schema 4 wrote 26 KB (benchmarks.turn_commit), with 4 KiB 74
 LOCK_POLL_S = 0.005
 MEMORY = ":memory:"
 MEMORY_PAGE_BYTES = 32 * 1024  # measured: 16 to 32 KiB take the least of a turn
@@ -293,8 +293,137 @@ FEWER_PAGES_A_TURN = """
     END;
 """
 
+# Version 6: a turn writes six pages, not fourteen. Rows that turns write have no index beside them: log, records and
+# chunks of one session are neighbours in their tables: a row id is the session's number and a number within it. The
+# running turn's record is in the session's own row, which a turn that begins writes anyway. The stamp is beside the
+# usage.
+NEIGHBOURING_ROWS = """
+    ALTER TABLE sessions ADD COLUMN number INTEGER;
+    ALTER TABLE sessions ADD COLUMN turn_id TEXT;
+    ALTER TABLE sessions ADD COLUMN turn_identity TEXT;
+    ALTER TABLE sessions ADD COLUMN turn_digest TEXT;
+    ALTER TABLE sessions ADD COLUMN turn_base_version INTEGER;
+    ALTER TABLE sessions ADD COLUMN turn_row_id INTEGER;
+    ALTER TABLE sessions ADD COLUMN turn_order INTEGER;
+    ALTER TABLE sessions ADD COLUMN is_cancel_wanted INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE sessions ADD COLUMN turn_request BLOB;
+    UPDATE sessions SET number = rowid;
+    CREATE UNIQUE INDEX sessions_by_number ON sessions (number);
+    DROP TRIGGER usage_of_begun_turn;
+    DROP TRIGGER usage_of_ended_turn;
+    DROP TRIGGER usage_of_deleted_turn;
+    DROP TRIGGER usage_of_new_chunk;
+    DROP TRIGGER usage_of_deleted_chunk;
+    ALTER TABLE log_chunks RENAME TO old_log_chunks;
+    ALTER TABLE turn_chunks RENAME TO old_turn_chunks;
+    ALTER TABLE turns RENAME TO old_turns;
+    CREATE TABLE log_chunks (
+        row_id      INTEGER PRIMARY KEY, -- number << 32 | version
+        ids         BLOB    NOT NULL,
+        num_sampled INTEGER NOT NULL,
+        seed        TEXT,                -- decimal text: seeds have 64 bits and no sign
+        checksum    BLOB    NOT NULL
+    );
+    INSERT INTO log_chunks SELECT number << 32 | old.version, ids, num_sampled, seed, checksum
+        FROM old_log_chunks AS old JOIN sessions USING (tenant, session_id) ORDER BY 1;
+    DROP TABLE old_log_chunks;
+    -- Records of turns that have ended. `turn_order` rises with each turn of a session.
+    CREATE TABLE turns (
+        row_id       INTEGER PRIMARY KEY, -- number << 32 | a number below the most records of a session
+        turn_order   INTEGER NOT NULL,
+        tenant       TEXT    NOT NULL,
+        turn_id      TEXT    NOT NULL,
+        identity     TEXT,
+        digest       TEXT    NOT NULL,
+        base_version INTEGER NOT NULL,
+        status       TEXT    NOT NULL,
+        result       BLOB,
+        expires_at   REAL
+    );
+    INSERT INTO turns SELECT
+        sessions.number << 32 | row_number() OVER (PARTITION BY sessions.number ORDER BY old.number),
+        old.number, tenant, old.turn_id, identity, digest, base_version, status, result, old.expires_at
+        FROM old_turns AS old JOIN sessions USING (tenant, session_id) WHERE status != 'running';
+    UPDATE sessions SET (turn_id, turn_identity, turn_digest, turn_base_version, turn_order, is_cancel_wanted,
+        turn_request, turn_row_id) = (SELECT old.turn_id, identity, digest, base_version, old.number,
+        old.is_cancel_wanted, request, sessions.number << 32 FROM old_turns AS old
+        WHERE old.tenant = sessions.tenant AND old.session_id = sessions.session_id AND status = 'running')
+        WHERE EXISTS (SELECT 1 FROM old_turns AS old
+        WHERE old.tenant = sessions.tenant AND old.session_id = sessions.session_id AND status = 'running');
+    -- What was sampled of the running turn.
+    CREATE TABLE turn_chunks (
+        row_id INTEGER PRIMARY KEY, -- number << 32 | a number that counts from 0
+        chunk  BLOB    NOT NULL,
+        tenant TEXT    NOT NULL
+    );
+    INSERT INTO turn_chunks SELECT sessions.number << 32 | chunk_number, chunk, old_turn_chunks.tenant
+        FROM old_turn_chunks JOIN old_turns AS old ON old.number = turn_number
+        JOIN sessions ON sessions.tenant = old.tenant AND sessions.session_id = old.session_id
+        WHERE status = 'running' ORDER BY 1;
+    DROP TABLE old_turn_chunks;
+    DROP TABLE old_turns;
+    CREATE TRIGGER rows_of_deleted AFTER DELETE ON sessions BEGIN
+        DELETE FROM log_chunks WHERE row_id BETWEEN old.number << 32 AND old.number << 32 | 4294967295;
+        DELETE FROM turns WHERE row_id BETWEEN old.number << 32 AND old.number << 32 | 4294967295;
+        DELETE FROM turn_chunks WHERE row_id BETWEEN old.number << 32 AND old.number << 32 | 4294967295;
+    END;
+    CREATE TABLE old_usage AS SELECT * FROM usage;
+    DROP TABLE usage;
+    -- The row of the tenant '' has the stamp, which rises with each transaction: a restart compares it with the last
+    -- acknowledged one (file_watch.py).
+    CREATE TABLE usage (
+        tenant       TEXT    NOT NULL PRIMARY KEY,
+        num_sessions INTEGER NOT NULL,
+        num_bytes    INTEGER NOT NULL,
+        stamp        INTEGER NOT NULL DEFAULT 0
+    ) WITHOUT ROWID;
+    INSERT INTO usage SELECT tenant, num_sessions, num_bytes, 0 FROM old_usage;
+    INSERT INTO usage SELECT '', 0, 0, coalesce(max(value), 0) FROM stamp;
+    DROP TABLE old_usage;
+    DROP TABLE stamp;
+    DROP TRIGGER usage_of_new;
+    CREATE TRIGGER usage_of_new AFTER INSERT ON sessions BEGIN
+        INSERT OR IGNORE INTO usage VALUES (new.tenant, 0, 0, 0);
+        UPDATE usage SET num_sessions = num_sessions + 1,
+            num_bytes = num_bytes + new.snapshot_bytes + 4 * new.num_log_tokens WHERE tenant = new.tenant;
+    END;
+    DROP TRIGGER usage_of_deleted;
+    CREATE TRIGGER usage_of_deleted AFTER DELETE ON sessions BEGIN
+        UPDATE usage SET num_sessions = num_sessions - 1, num_bytes = num_bytes - old.snapshot_bytes
+            - 4 * old.num_log_tokens - iif(length(old.turn_request) > 4096, length(old.turn_request), 0)
+            WHERE tenant = old.tenant;
+    END;
+    -- A request that fits into the session's row is not counted: it would cost each turn the page of the usage.
+    UPDATE usage SET num_bytes = num_bytes - (SELECT coalesce(sum(length(turn_request)), 0) FROM sessions
+        WHERE sessions.tenant = usage.tenant AND length(turn_request) <= 4096);
+    CREATE TRIGGER usage_of_request AFTER UPDATE OF turn_request ON sessions
+        WHEN length(new.turn_request) > 4096 OR length(old.turn_request) > 4096 BEGIN
+        UPDATE usage SET num_bytes = num_bytes + iif(length(new.turn_request) > 4096, length(new.turn_request), 0)
+            - iif(length(old.turn_request) > 4096, length(old.turn_request), 0) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_ended_turn AFTER INSERT ON turns WHEN new.result IS NOT NULL BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.result) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_changed_turn AFTER UPDATE OF result ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + coalesce(length(new.result), 0) - coalesce(length(old.result), 0)
+            WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns WHEN old.result IS NOT NULL BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.result) WHERE tenant = old.tenant;
+    END;
+    CREATE TRIGGER usage_of_new_chunk AFTER INSERT ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.chunk) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_chunk AFTER DELETE ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.chunk) WHERE tenant = old.tenant;
+    END;
+"""
+
 # Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
-MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS, ONE_TABLE_OF_SNAPSHOTS, FEWER_PAGES_A_TURN)
+MIGRATIONS: tuple[str, ...] = (
+    *(BASELINE, NAMED_STATES, LOG_COMMITS, ONE_TABLE_OF_SNAPSHOTS),
+    *(FEWER_PAGES_A_TURN, NEIGHBOURING_ROWS),
+)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};

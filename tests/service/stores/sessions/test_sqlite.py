@@ -28,6 +28,7 @@ from tests.service.stores.sessions.writer_process import turn_ids
 from tests.support import stored_sessions
 from tests.support.counts import scaled
 from tests.support.snapshots import make_snapshot
+from tests.support.stored_rows import VERSION
 from tests.support.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, opened
 
 REPOSITORY = Path(__file__).parents[4]
@@ -271,7 +272,7 @@ async def test_a_damaged_chunk_of_the_log_is_told_by_its_checksum(path: Path, ve
     async with opened(SqliteSessionStore(path)) as store:
         await commit(store, await commit(store, await create(store)))
         with contextlib.closing(sqlite3.connect(path)) as other, other:
-            other.execute("UPDATE log_chunks SET ids = x'090000000200000003000000' WHERE version = ?", (version,))
+            other.execute(f"UPDATE log_chunks SET ids = x'090000000200000003000000' WHERE {VERSION} = ?", (version,))
         with pytest.raises(SnapshotCorrupt, match="log of session 's1' is damaged: a part of it fails its checksum"):
             await store.read_log(KEY)
 

@@ -17,6 +17,7 @@ from service.stores.sessions.base import SessionHead
 from service.stores.sessions.codec import encode_ids
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.turn_records import TurnStart
 from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
 from tests.support.snapshots import make_snapshot
@@ -45,13 +46,13 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("version", [0, 6, 99])
+@pytest.mark.parametrize("version", [0, 7, 99])
 async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 5"):
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 6"):
         await SqliteSessionStore(path).open()
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (version,)
@@ -105,15 +106,58 @@ async def test_turn_records_of_schema_4_are_kept(path: Path) -> None:
         old.execute("INSERT INTO turn_chunks VALUES (?, 0, ?, ?)", (number, b"chunk", KEY.tenant))
     clock = Clock()
     async with opened(SqliteSessionStore(path, clock=lambda: 10.0)) as store:
-        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"result" + b"request" + b"chunk")
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"result" + b"chunk")
         running, ended = await store.get_turn(KEY, turn_id="t2"), await store.get_turn(KEY, identity="key:1")
         assert running is not None
         assert ended is not None
         assert (running.request, running.chunks, ended.result) == (b"request", (b"chunk",), b"result")
     async with opened(SqliteSessionStore(path, clock=clock)) as store:  # 1000: the result has expired
         await store.remove_expired()
-        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"request" + b"chunk")
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(b"chunk")
         assert await store.get_turn(KEY, turn_id="t1") is None
+
+
+async def test_logs_records_and_stamp_of_schema_5_are_kept(path: Path) -> None:
+    other = SessionKey(KEY.tenant, "s2")
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        for script in sqlite_schema.MIGRATIONS[:5]:
+            old.executescript(script)
+        old.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        old.execute("PRAGMA user_version = 5")
+        old.execute("UPDATE stamp SET value = 41")
+        columns = "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata"
+        statement = f"INSERT INTO sessions ({columns}, num_log_tokens, snapshot_bytes) VALUES (?,?,?,?,?,?,?,?,?,?)"
+        for version in (1, 2):  # the logs of two sessions, one row of each in turns
+            for key in (KEY, other):
+                ids = encode_ids((version, len(key.session_id), 7))
+                if version == 1:
+                    old.execute(statement, (*key, 2, 5, 5.0, 5.0, "m1", "{}", 6, 0))
+                chunk = (*key, version, ids, 1, str(2**64 - version), checksum(ids))
+                old.execute("INSERT INTO log_chunks VALUES (?, ?, ?, ?, ?, ?, ?)", chunk)
+        turns = "tenant, session_id, turn_id, identity, digest, base_version, status, request, expires_at"
+        for number in range(3):
+            values = (*KEY, f"t{number}", "key:1", f"d{number}", number, "failed", b"", 50.0)
+            old.execute(f"INSERT INTO turns ({turns}) VALUES (?,?,?,?,?,?,?,?,?)", values)
+    async with opened(SqliteSessionStore(path, clock=lambda: 10.0)) as store:
+        for key in (KEY, other):
+            assert await store.read_log(key) == (1, 2, 7, 2, 2, 7)
+            assert [(mark.version, mark.seed) for mark in await store.log_marks(key)] == [
+                (1, 2**64 - 1),
+                (2, 2**64 - 2),
+            ]
+        leased = await acquire(store, tenant=KEY.tenant)
+        start = TurnStart(turn_id="t9", identity="key:1", digest="d", base_version=2, request=b"")
+        found = await store.begin_turn(leased.lease, start, max_records=3)
+        assert (found.turn_id, found.base_version) == ("t2", 2)  # the newest of those with this identity
+        await commit(store, await store.get(other))
+        await store.delete(other)
+        assert len(await store.read_log(KEY)) == 6
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == 4 * 6
+    with contextlib.closing(sqlite3.connect(path)) as after:
+        assert after.execute("SELECT stamp FROM usage WHERE tenant = ''").fetchone() >= (43,)
+        assert after.execute("SELECT count(*) FROM log_chunks").fetchone() == (2,)
+        assert after.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
 async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
@@ -134,7 +178,7 @@ async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         head = await create(store)
-    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE stamp; ALTER TABLE nowhere ADD COLUMN x")
+    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE usage; ALTER TABLE nowhere ADD COLUMN x")
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_schema, "MIGRATIONS", broken)
         with pytest.raises(StoreUnavailable, match="nowhere"):

@@ -15,7 +15,7 @@ from tests.support.stored_sessions import opened
 
 
 def count_write(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE stamp SET value = value + 1")
+    connection.execute("UPDATE usage SET stamp = stamp + 1 WHERE tenant = ''")
 
 
 def empty_log(path: Path) -> None:
