@@ -37,6 +37,7 @@ TakeTokensNow = Callable[[int, Ints, Ints], bool]
 
 # An idle thread wakes this often, so that its heartbeat stays fresh.
 IDLE_TURN_S = 1.0
+STATS_S = 0.05  # between two copies of the counters, while steps give plain tokens alone
 # A thread without a heartbeat for this long hangs.
 HEARTBEAT_LIMIT_S = 5.0
 
@@ -115,7 +116,7 @@ class AsyncEngine:
         self._end: EngineDead | None = EngineDead("the engine was not started")
         # Written by the thread as whole values, read by any thread
         self._heartbeat = time.monotonic()
-        self._stats = engine.stats()
+        self._stats, self._stats_at = engine.stats(), self._heartbeat
 
     async def start(self) -> None:
         """Starts the thread; once."""
@@ -234,7 +235,7 @@ class AsyncEngine:
         return time.monotonic() - self._heartbeat
 
     def stats(self) -> EngineStats:
-        """The counters as they were after one step, and the age of the heartbeat now."""
+        """The counters as they were after a step at most STATS_S ago, and the age of the heartbeat now."""
         return dataclasses.replace(self._stats, heartbeat_age_s=self._heartbeat_age_s())
 
     def _run(self) -> None:
@@ -260,11 +261,16 @@ class AsyncEngine:
             else:
                 events += self._add(command)
         events += self._engine.abort_all() if is_closed else self._engine.step()
-        self._stats = self._engine.stats()
+        self._update_stats(is_due=bool(events) or not self._engine.has_work)
         self._post(events, self._engine.take_tokens() if self._engine.may_overlap else [])
         self._after_step()
         self._engine.rest()
         return not is_closed
+
+    def _update_stats(self, *, is_due: bool) -> None:
+        """A copy of all counters takes a tenth of a short step: steps of plain tokens alone make one now and then."""
+        if is_due or self._heartbeat - self._stats_at >= STATS_S:
+            self._stats, self._stats_at = self._engine.stats(), self._heartbeat
 
     def _add(self, command: _Submit) -> Events:
         try:

@@ -109,6 +109,7 @@ class Scheduler:
         self._shares = OwnerShares()
         self._num_reading_steps = 0
         self._decoding: list[int] = []  # the other running slots, in order
+        self._steady: Plan | None = None  # of steps in which they alone take part, until one of them goes
 
     @property
     def num_waiting(self) -> int:
@@ -146,6 +147,10 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step; changes nothing."""
+        if not self._waiting and not self._reading and not self._background:
+            if self._steady is None:
+                self._steady = Plan(decode=tuple(self._decoding))
+            return self._steady
         admitted = tuple(
             SlotAssignment(slot, request_id)
             for slot, request_id in zip(sorted(self._free_slots), self._due(), strict=False)
@@ -220,6 +225,7 @@ class Scheduler:
             num_read[progress.owner] += chunk.length
             if progress.is_decoding:
                 self._reading.remove(chunk.slot)
+                self._steady = None
                 bisect.insort(self._decoding, chunk.slot)
         if plan.prefill:
             self._num_reading_steps += 1
@@ -234,6 +240,7 @@ class Scheduler:
         del self._running[slot]
         self._free_slots.add(slot)
         (self._reading if slot in self._reading else self._decoding).remove(slot)
+        self._steady = None
 
     @staticmethod
     def _unread(slot: int, progress: _Progress) -> UnreadPrompt:

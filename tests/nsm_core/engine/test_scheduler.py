@@ -306,3 +306,19 @@ def test_every_request_gets_on_whoever_is_in_the_background(requests: list[tuple
             if not left[names[slot]]:
                 scheduler.remove(names[slot])
     assert set(left.values()) == {0}
+
+
+def test_plans_of_decoding_alone_are_made_once_and_anew_after_every_change() -> None:
+    scheduler = Scheduler(max_slots=4, token_budget=8, queue_limit=4)
+    for name in "ab":
+        scheduler.add(name, prompt_len=2)
+    scheduler.apply(scheduler.plan())
+    first = scheduler.plan()
+    assert first == Plan(decode=(0, 1))
+    scheduler.apply(first)
+    assert scheduler.plan() is first
+    scheduler.add("c", prompt_len=1)
+    scheduler.apply(scheduler.plan())
+    assert scheduler.plan() == Plan(decode=(0, 1, 2))
+    scheduler.remove("b")
+    assert scheduler.plan() == Plan(decode=(0, 2))
