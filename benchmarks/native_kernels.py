@@ -1,8 +1,8 @@
 """Speed of the native CPU kernels by themselves: `python -m benchmarks.native_kernels`. Tables, then one line of JSON.
 
-Products of int8 matrices by number of tokens (GOP/s: two operations a weight and token), decode steps and reading of
-pulse-books, and how much memory a step at one token goes through. Times are medians of CPU time, which a busy
-neighbour distorts less than the clock: it still shares caches and memory with this process.
+Products of matrices by number of tokens (GOP/s: two operations a weight and token), decode steps and reading of a
+bundled model, and with weights in int8 how much memory a step at one token goes through. Times are medians of CPU
+time, which a busy neighbour distorts less than the clock: it still shares caches and memory with this process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION
@@ -30,6 +31,7 @@ from nsm_lab.provenance import source_commit
 # Outputs x inputs of pulse-books' matrices: slot projection, feed-forward up and down, embedding
 SHAPES = ((2048, 512), (3136, 512), (512, 1568), (8192, 512))
 Row = dict[str, object]
+OpenRows = Callable[[int], NativeExecutor]  # of so many rows
 
 
 def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -43,21 +45,21 @@ def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def matrix_executor(rows: int, cols: int, variant: str) -> NativeExecutor:
+def matrix_executor(rows: int, cols: int, variant: str, precision: Precision = Precision.INT8) -> NativeExecutor:
     """Its logits are a product with one matrix [rows, cols]."""
     config = ModelConfig(
         vocab_size=rows, d_model=cols, num_heads=cols // 32, num_layers=1, mlp_hidden=16, num_memory_slots=8
     )
     model = NsmModel(config).requires_grad_(False)
-    return NativeExecutor(model, num_rows=1, weights=NativeWeights(model, variant))
+    return NativeExecutor(model, num_rows=1, weights=NativeWeights(model, variant, precision=precision))
 
 
-def measure_products(variant: str, batches: list[int], repeats: int) -> list[Row]:
+def measure_products(variant: str, precision: Precision, batches: list[int], repeats: int) -> list[Row]:
     results: list[Row] = []
-    print(f"\n{variant}: int8 products, GOP/s by tokens at a time (quantising the tokens included)")
+    print(f"\n{variant}: {precision} products, GOP/s by tokens at a time (quantising the tokens included)")
     print(f"{'matrix':<14}" + "".join(f"{batch:>9}" for batch in batches))
     for rows, cols in SHAPES:
-        executor, rates = matrix_executor(rows, cols, variant), []
+        executor, rates = matrix_executor(rows, cols, variant, precision), []
         for batch in batches:
             hidden = torch.randn(batch, cols)
             seconds = cpu_seconds(lambda x=executor, h=hidden: x.logits(h), repeats)  # type: ignore[misc]
@@ -68,20 +70,26 @@ def measure_products(variant: str, batches: list[int], repeats: int) -> list[Row
 
 
 def open_executor(
-    variant: str, num_rows: int, precision: Precision = Precision.INT8, path: Path = MEASURED_MODEL
+    variant: str,
+    num_rows: int,
+    precision: Precision = Precision.INT8,
+    path: Path = MEASURED_MODEL,
+    *,
+    half_states: bool = False,
 ) -> NativeExecutor:
     model = load_checkpoint(path).model
-    executor = NativeExecutor(model, num_rows=num_rows, weights=NativeWeights(model, variant, precision=precision))
+    weights = NativeWeights(model, variant, precision=precision)
+    executor = NativeExecutor(model, num_rows=num_rows, weights=weights, half_states=half_states)
     for row in range(num_rows):
         executor.pool.lease(row)
         executor.pool.write(row, executor.initial)
     return executor
 
 
-def measure_steps(variant: str, batches: list[int], repeats: int) -> list[Row]:
+def measure_steps(open_rows: OpenRows, batches: list[int], repeats: int) -> list[Row]:
     """Steps and their logits, with empty windows and with full ones."""
-    executor, results = open_executor(variant, max(batches)), []
-    print(f"\n{variant}: pulse-books, tokens per CPU second")
+    executor, results = open_rows(max(batches)), []
+    print("\nthe model, tokens per CPU second")
     print(f"{'decode, batch':<34}" + "".join(f"{batch:>9}" for batch in batches))
     for context, position in (("empty", 0), ("full", 5000)):
         rates = []
@@ -98,8 +106,8 @@ def measure_steps(variant: str, batches: list[int], repeats: int) -> list[Row]:
     return results
 
 
-def measure_reading(variant: str, lengths: list[int], repeats: int) -> list[Row]:
-    executor, results = open_executor(variant, 1), []
+def measure_reading(open_rows: OpenRows, lengths: list[int], repeats: int) -> list[Row]:
+    executor, results = open_rows(1), []
     print(f"{'reading, tokens':<34}" + "".join(f"{length:>9}" for length in lengths))
     for length in lengths:
         ids = list(range(length))
@@ -135,24 +143,34 @@ def measure_bandwidth(variant: str, repeats: int) -> Row:
     return {"step_gb_per_s": step, "sum_gb_per_s": plain}
 
 
+def measure_variant(variant: str, args: argparse.Namespace) -> Row:
+    def open_rows(num_rows: int) -> NativeExecutor:
+        path = CHECKPOINTS / args.model
+        return open_executor(variant, num_rows, args.precision, path, half_states=args.fp16_states)
+
+    measured: Row = {
+        "variant": variant,
+        "products": measure_products(variant, args.precision, args.batches, args.repeats),
+        "steps": measure_steps(open_rows, args.batches, args.repeats),
+        "reading": measure_reading(open_rows, args.lengths, args.repeats),
+    }
+    if args.precision is Precision.INT8:
+        measured["bandwidth"] = measure_bandwidth(variant, args.repeats)
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", nargs="+", choices=variants(), default=[v for v in variants() if v != "portable"])
+    parser.add_argument("--model", default=MEASURED_MODEL.name, help="a bundled one")
+    parser.add_argument("--precision", type=Precision, choices=(Precision.INT8, Precision.INT4), default=Precision.INT8)
+    parser.add_argument("--fp16-states", action="store_true", help="running states in fp16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = [
-        {
-            "variant": variant,
-            "products": measure_products(variant, args.batches, args.repeats),
-            "steps": measure_steps(variant, args.batches, args.repeats),
-            "reading": measure_reading(variant, args.lengths, args.repeats),
-            "bandwidth": measure_bandwidth(variant, args.repeats),
-        }
-        for variant in args.variants
-    ]
+    runs = [measure_variant(variant, args) for variant in args.variants]
     print(json.dumps({"commit": source_commit(), "runs": runs}))
 
 

@@ -55,6 +55,23 @@ def test_products_are_those_of_the_reference_to_the_bit(size: tuple[int, int], v
 
 
 @pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sums_of_the_largest_numbers_and_inputs_are_exact(sign: float, variant: str) -> None:
+    """A variant may sum a group's products in 16 bits: they hold 16 products of 15 and 127, not many more."""
+    model = random_model(
+        ModelConfig(vocab_size=32, d_model=64, num_heads=4, num_layers=1, mlp_hidden=16, num_memory_slots=8)
+    )
+    weight = model.embedding.weight.fill_(1.0)
+    weight[:, ::32] = -1.0
+    assert quantize_int4(weight).numbers.float().mean() > 14.0
+    weights = NativeWeights(model, variant, precision=Precision.INT4)
+    executor = NativeExecutor(model, num_rows=1, weights=weights)
+    for num_tokens in (1, 4, 9, 64):
+        hidden = torch.full((num_tokens, 64), sign)
+        assert executor.logits(hidden).equal(product_reference(weight, hidden))
+
+
+@pytest.mark.parametrize("variant", NATIVE)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rows_come_out_as_they_went_in(size: tuple[int, int], variant: str) -> None:
     model = model_of(*size)
