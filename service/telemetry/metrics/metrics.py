@@ -68,7 +68,8 @@ class Metrics:
         self._others.append(lambda: upstreams.follow(stats()))
 
     def refresh(self) -> None:
-        """Copies the numbers of other objects."""
+        """Copies the numbers of other objects, and shows other processes what this one has gathered."""
+        self.requests.refresh()
         stats, model = self._backend.stats(), self._backend.model
         self._engine.follow(stats, model=(model.name, model.fingerprint, model.numerics))
         self._model.follow(stats)

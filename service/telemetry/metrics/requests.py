@@ -96,6 +96,10 @@ class RequestMetrics:
         for rejection in get_args(Rejection):
             self._rejected.labels(rejection)
 
+    def refresh(self) -> None:
+        """Before each exposition."""
+        self.inter_token_latency.refresh()
+
     def start(self, *, arrival: float) -> RequestRecord:
         """For every request that the engine admitted; `arrival` is a `time.monotonic()` reading."""
         return RequestRecord(self, arrival)

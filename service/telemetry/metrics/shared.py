@@ -64,6 +64,7 @@ async def sharing(refresh: Callable[[], None]) -> AsyncIterator[None]:
         async with running(_refresh_often(refresh)):
             yield
     finally:
+        refresh()
         mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
 
 
