@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,13 +25,17 @@ if TYPE_CHECKING:
 
     from nsm_core.inspection.reading import Inspection
     from nsm_core.inspection.report import LayerReport
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
     from nsm_core.model.loader import LoadedNsm
+    from nsm_core.rwkv7.matrix_use import MatrixUse
+    from nsm_core.rwkv7.model import Rwkv7Model
     from service.settings import Settings
     from service.state.recent_text import RecentText
 
 DEFAULT_TOKENS = 256
 READ_TIMEOUT_S = 3600.0
 COLUMNS = ("layer", "kind", "entropy", "states/token", "sparsity", "strength", "smoothness", "half-life")
+MATRIX_COLUMNS = ("layer", "kind", "norm", "decay", "half-life", "shortest", "longest")
 
 
 @lab_command()
@@ -62,32 +67,52 @@ def inspect(
         )
     if session is not None:
         settings = store_settings(data_dir, store, model=model, device=device)
-        loaded, inspection = _inspect_session(settings, SessionKey(tenant, session), max_tokens)
+        text_read = _session_text(settings, SessionKey(tenant, session), max_tokens)
+        loaded = _load(settings)
     else:
         from service.settings import load_settings
 
         given = file.read_text("utf-8") if file is not None else read_stdin() if text == STDIN else text
-        loaded, inspection = _inspect_text(load_settings(model=model, device=device), given, max_tokens)
-    _write(loaded, inspection, html=html, png=png, token=token)
+        loaded = _load(load_settings(model=model, device=device))
+        text_read = _given_text(loaded, given, max_tokens)
+    from nsm_core.rwkv7.model import Rwkv7Model
+
+    if isinstance(loaded.model, Rwkv7Model):
+        if html is not None or png is not None:
+            raise InvalidRequest(f"{loaded.name} has no memory slots to draw: leave out --html and --png")
+        _print_matrices(loaded.model, text_read, as_json=as_json)
+        return
+    from nsm_core.architectures import require_nsm
+
+    own = require_nsm(loaded)
+    inspection = _read(own, text_read)
+    _write(own, inspection, html=html, png=png, token=token)
     _print(inspection, as_json=as_json)
 
 
-def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[LoadedNsm, Inspection]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """`ids` on top of `position` tokens; `state`: after these, None: the start of a text."""
+
+    ids: Sequence[int]
+    position: int = 0
+    state: bytes | None = None
+
+
+def _given_text(loaded: LoadedModel[SequenceModel], text: str, max_tokens: int) -> _Text:
     """From its start-of-text token on."""
-    loaded = _load(settings)
     ids = [loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(text)]
     if len(ids) > max_tokens:
         note(f"the first {max_tokens} of {len(ids)} tokens")
-    return loaded, _read(loaded, ids[:max_tokens], None)
+    return _Text(ids=ids[:max_tokens])
 
 
-def _inspect_session(settings: Settings, key: SessionKey, max_tokens: int) -> tuple[LoadedNsm, Inspection]:
+def _session_text(settings: Settings, key: SessionKey, max_tokens: int) -> _Text:
     """Its last tokens, on top of the state before them."""
     recent = asyncio.run(_recent(settings, key, max_tokens))
     if not recent.ids:
         raise InvalidRequest(f"session {key.session_id!r} has read nothing yet")
-    loaded = _load(settings)
-    return loaded, _read(loaded, recent.ids, recent.state)
+    return _Text(ids=recent.ids, position=recent.position, state=recent.state)
 
 
 async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> RecentText:
@@ -104,21 +129,37 @@ async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> Recen
             await backend.stop()
 
 
-def _load(settings: Settings) -> LoadedNsm:
-    from nsm_core.architectures import require_nsm
+def _load(settings: Settings) -> LoadedModel[SequenceModel]:
     from nsm_lab.baselines.register import register_baselines
     from service.server import with_model
 
     register_baselines()
-    return with_model(settings, require_nsm)
+    return with_model(settings, lambda loaded: loaded)
 
 
-def _read(loaded: LoadedNsm, ids: Sequence[int], raw: bytes | None) -> Inspection:
+def _read(loaded: LoadedNsm, text: _Text) -> Inspection:
     from nsm_core.inspection.reading import inspect as inspect_ids
 
-    state = None if raw is None else loaded.model.state_spec.unpack(raw, loaded.model.embedding.weight.device)
-    with progress("reading", len(ids)) as show:
-        return inspect_ids(loaded.model, ids, state, progress=show)
+    state = None
+    if text.state is not None:
+        state = loaded.model.state_spec.unpack(text.state, loaded.model.embedding.weight.device)
+    with progress("reading", len(text.ids)) as show:
+        return inspect_ids(loaded.model, text.ids, state, progress=show)
+
+
+def _print_matrices(model: Rwkv7Model, text: _Text, *, as_json: bool) -> None:
+    from nsm_core.rwkv7.matrix_use import matrix_uses
+
+    state = None if text.state is None else model.state_spec.unpack(text.state, model.device)
+    with progress("reading", len(text.ids)) as show:
+        layers = matrix_uses(model, text.ids, state, progress=show)
+    if as_json:
+        heads = [[dataclasses.asdict(head) for head in layer] for layer in layers]
+        described = [{"layer": number, "kind": "matrix", "heads": each} for number, each in enumerate(heads)]
+        print_json({"position": text.position, "num_tokens": len(text.ids), "layers": described})
+        return
+    rows = [(str(number), "matrix", *map(_number, _matrix_figures(layer))) for number, layer in enumerate(layers)]
+    _print_table(len(text.ids), text.position, MATRIX_COLUMNS, rows)
 
 
 def _write(
@@ -150,15 +191,26 @@ def _print(inspection: Inspection, *, as_json: bool) -> None:
         fields: dict[str, Any] = {"position": inspection.position, "num_tokens": len(inspection.ids)}
         print_json({**fields, "layers": [dataclasses.asdict(layer) for layer in layers]})
         return
+    rows = [(layer.layer, layer.kind, *map(_number, _figures(layer))) for layer in layers]
+    _print_table(len(inspection.ids), inspection.position, COLUMNS, rows)
+
+
+def _print_table(num_tokens: int, position: int, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
 
-    print(f"{len(inspection.ids)} tokens on top of {inspection.position}")
+    print(f"{num_tokens} tokens on top of {position}")
     table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
+    for name in columns:
         table.add_column(name, justify="left" if name in ("layer", "kind") else "right", no_wrap=True)
-    for layer in layers:
-        table.add_row(layer.layer, layer.kind, *map(_number, _figures(layer)))
+    for row in rows:
+        table.add_row(*row)
     console().print(table)
+
+
+def _matrix_figures(heads: Sequence[MatrixUse]) -> tuple[float, ...]:
+    lives = sorted(head.half_life for head in heads)
+    norm, decay = (statistics.fmean(getattr(head, name) for head in heads) for name in ("norm", "decay"))
+    return norm, decay, statistics.median(lives), lives[0], lives[-1]
 
 
 def _figures(layer: LayerReport) -> tuple[float | None, ...]:

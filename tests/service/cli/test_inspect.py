@@ -3,8 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from nsm_core.tokenizer import Tokenizer
 from tests.service.cli.conftest import Nsm, assert_one_line, id_of
+from tests.support.rwkv7 import save_rwkv7
 
 
 def test_a_text_as_a_table_and_as_json(nsm: Nsm, tiny_tokenizer: Tokenizer) -> None:
@@ -59,3 +62,36 @@ def test_wrong_wishes_are_one_line(nsm: Nsm) -> None:
     result = nsm("inspect", "a", "--token", 0)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "give --html or --png" in result.stderr
+
+
+@pytest.fixture
+def rwkv7_model(tmp_path: Path, tiny_tokenizer: Tokenizer) -> Path:
+    return save_rwkv7(tmp_path / "rwkv7", tiny_tokenizer)
+
+
+def test_heads_of_rwkv7_have_norms_and_decays(nsm: Nsm, rwkv7_model: Path) -> None:
+    answer = json.loads(nsm("inspect", "Once upon a time", "--model", rwkv7_model, "--json").stdout)
+    assert [(layer["kind"], len(layer["heads"])) for layer in answer["layers"]] == [("matrix", 4), ("matrix", 4)]
+    heads = [head for layer in answer["layers"] for head in layer["heads"]]
+    assert all(head["norm"] > 0 and 0.5 < head["decay"] < 1 and head["half_life"] > 1 for head in heads)
+    lines = nsm("inspect", "Once upon a time", "--model", rwkv7_model).stdout.splitlines()
+    assert lines[0] == f"{answer['num_tokens']} tokens on top of 0"
+    assert lines[1].split() == ["layer", "kind", "norm", "decay", "half-life", "shortest", "longest"]
+    assert [line.split()[:2] for line in lines[2:]] == [["0", "matrix"], ["1", "matrix"]]
+
+
+def test_a_session_of_rwkv7_ends_with_the_norms_of_its_text(nsm: Nsm, rwkv7_model: Path) -> None:
+    own = ("--model", rwkv7_model)
+    session_id = id_of(nsm("chat", *own, "--max-tokens", 4, stdin="Hello there, my friend").stderr)
+    last, whole = (
+        json.loads(nsm("inspect", *own, "--session", session_id, "--max-tokens", number, "--json").stdout)
+        for number in (3, 256)
+    )
+    assert (last["num_tokens"], last["position"] + 3) == (3, whole["num_tokens"])
+    norms = [[head["norm"] for layer in answer["layers"] for head in layer["heads"]] for answer in (last, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)  # the session's state comes from int8 kernels
+
+
+def test_a_picture_of_rwkv7_is_refused(nsm: Nsm, rwkv7_model: Path, tmp_path: Path) -> None:
+    result = nsm("inspect", "a", "--model", rwkv7_model, "--png", tmp_path / "never.png")
+    assert_one_line(result, "rwkv7 has no memory slots to draw: leave out --html and --png")
