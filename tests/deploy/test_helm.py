@@ -303,6 +303,14 @@ def test_gateways_are_scaled_by_metrics_that_exist() -> None:
     assert one("triton-gpu", "HorizontalPodAutoscaler")["spec"]["metrics"][0]["resource"]["name"] == "cpu"
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("hpa", "averageValue: 20480m"), ("keda", 'threshold: "4"')])
+def test_gateways_with_gpus_are_scaled_at_fewer_slots(kind: str, wanted: str) -> None:
+    """4 % of 512 slots."""
+    given = ("--set", f"autoscaling.kind={kind}", "--set", "autoscaling.prometheusUrl=http://prometheus:9090")
+    values = FOLDER / "examples" / "gpu.yaml"
+    assert wanted in helm("template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", values, *given)
+
+
 @pytest.mark.parametrize("example", ["external-redis", "triton-gpu", "everything"])
 def test_an_autoscaler_has_the_number_of_replicas_to_itself(example: str) -> None:
     deployment = one(example, "Deployment")

@@ -69,6 +69,8 @@ def test_what_an_engine_of_the_gateway_reads_is_refused_with_triton(tmp_path: Pa
         ({"autoscaling": {"kind": "vpa"}}, "autoscaling.kind"),
         ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusUrl"),
         ({"autoscaling": {"minReplicas": 9}}, "autoscaling.minReplicas"),
+        ({"autoscaling": {"slotUsePercent": 10}}, "autoscaling.slotUsePercent"),
+        ({"autoscaling": {"slotUsePercent": {"gpu": 0}}}, "autoscaling.slotUsePercent.gpu"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
         ({"serviceMonitor": {"enabled": True}}, "serviceMonitor.keySecret.name"),
         ({"podDisruptionBudget": {"maxUnavailable": 0}}, "podDisruptionBudget.maxUnavailable"),
