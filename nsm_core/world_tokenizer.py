@@ -139,11 +139,17 @@ def _parse_lines(lines: Iterable[str]) -> dict[int, bytes]:
 
 def _literal_bytes(literal: str) -> bytes | None:
     """None for anything but a literal of text or bytes; only literals are ever evaluated."""
+    plain = _PLAIN.fullmatch(literal)  # nearly all: the general way takes ten times as long
+    if plain is not None:
+        return plain[2].encode()
     try:
         value = ast.literal_eval(literal)
         return value.encode() if isinstance(value, str) else bytes(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+_PLAIN = re.compile(r"""(['"])([^'"\\]+)\1""")  # a text without quotes and escapes
 
 
 def _literal(raw: bytes) -> str:

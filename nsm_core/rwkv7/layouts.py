@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from nsm_core.formats.int4_groups import PackedInt4
+from nsm_core.formats.int8_rows import Int8Rows
 from nsm_core.formats.stored_tensor import Shape, StoredTensor
 
 SHIFTS = "rwkvag"  # order of the token-shift vectors in one tensor
@@ -170,6 +171,12 @@ class Source:
         if fault is not None:
             raise self.stored.error(fault)
         return packed
+
+    def rows(self) -> Int8Rows | None:
+        """A matrix in int8 as the file has it; None for any other tensor."""
+        if self.scale is None or self.grids is not None or self.is_turned or self.part is not None:
+            return None
+        return Int8Rows(self.stored.read().reshape(self.shape), self.scale.read().float())
 
     @property
     def others(self) -> tuple[StoredTensor, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsm_core.errors import CheckpointError, ConfigError
 from nsm_core.formats.int4_groups import PackedInt4
+from nsm_core.formats.int8_rows import Int8Rows
 from nsm_core.formats.stored_tensor import Shape, StoredTensor, shown_shape
 from nsm_core.hashing import new_identity
 from nsm_core.rwkv7.config import Rwkv7Config
@@ -67,6 +68,10 @@ class ModelTensors(Mapping[str, Tensor]):
     def packed(self, name: str) -> PackedInt4 | None:
         """A matrix in int4 as the file has it; None for any other tensor. Raises CheckpointError."""
         return self.sources[name].packed()
+
+    def rows(self, name: str) -> Int8Rows | None:
+        """A matrix in int8 as the file has it; None for any other tensor. Raises CheckpointError."""
+        return self.sources[name].rows()
 
     @property
     def weight_format(self) -> str:

@@ -150,13 +150,16 @@ class Rwkv7Weights:
         if self.precision is Precision.INT4:
             self._int4(layer, part, self._int4_rows(name).first(num_rows))
             return
-        weight = self._tensors[name][:num_rows]
-        quantized, scale = quantize_rows(weight)
-        quantized, scale = quantized.contiguous(), scale.contiguous()
+        quantized, scale = self._int8_rows(name)
+        quantized, scale = quantized[:num_rows].contiguous(), scale[:num_rows].contiguous()
         done = self._library.nsm_rwkv7_set_int8(
             self._handle, layer, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
         )
         self._check(done, name)
+
+    def _int8_rows(self, name: str) -> tuple[Tensor, Tensor]:
+        rows = self._tensors.rows(name)
+        return quantize_rows(self._tensors[name]) if rows is None else rows.quantized()
 
     def _int4_rows(self, name: str) -> Int4Rows:
         packed = self._tensors.packed(name)

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from nsm_core.execution.rwkv7.weights import (
 )
 from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.rwkv7.model import Rwkv7Model
-from nsm_core.rwkv7.saving import LARGE
+from nsm_core.rwkv7.opening import OpenModel, open_files
+from nsm_core.rwkv7.saving import LARGE, save_model
 from nsm_core.state.spec import State
 from tests.support.rwkv7 import random_tensors, small_config
+from tests.support.rwkv7_files import WRITERS, model_tensors
 
 NATIVE = variants()
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")
@@ -118,6 +121,25 @@ def test_half_precision_files_give_the_bits_of_fp32(weight_format: str, variant:
     for own in (Numbers.FP32, numbers):
         weights = Rwkv7Weights(model, Precision.FP32, variant, numbers=own)
         results.append(read_whole(Rwkv7Executor(model, num_rows=1, weights=weights), ids))
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("variant", NATIVE)
+def test_int8_files_are_packed_as_they_are(tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of their weights in fp32 that are rounded again."""
+    from nsm_core.execution.rwkv7 import weights
+
+    source, out = WRITERS["safetensors"](tmp_path, model_tensors()), tmp_path / "int8"
+    save_model(OpenModel(source), out, "int8", chat_template="rwkv-v1")
+    opened = open_files(out)
+    dense = {name: value.clone() for name, value in opened.tensors.items()}
+    ids, results = random_ids(70), []
+    for tensors in (dense, opened.tensors):
+        model = Rwkv7Model(opened.config, tensors)
+        packed = Rwkv7Weights(model, Precision.INT8, variant)
+        results.append(read_whole(Rwkv7Executor(model, num_rows=1, weights=packed), ids))
+        monkeypatch.delattr(weights, "quantize_rows", raising=False)  # the file's own numbers need no rounding
     assert results[0][0].equal(results[1][0])
     assert results[0][1] == results[1][1]
 
