@@ -19,6 +19,7 @@ from nsm_core.config import canonical_json
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.int4_groups import GROUP, is_packable, quantize_int4
 from nsm_core.formats.int8_rows import quantize_rows
+from nsm_core.formats.number_kinds import is_finite
 from nsm_core.formats.safetensors_file import Planned, write_safetensors
 from nsm_core.rwkv7.finding import ARCHITECTURE, CONFIG_FILE, WEIGHTS_FILE
 from nsm_core.rwkv7.layouts import OFFSETS_SUFFIX, SCALE_SUFFIX, STEPS_SUFFIX
@@ -73,7 +74,7 @@ class _Encoded:
             return self._rounded(plain)[name.removeprefix(plain)]
         value = self._model.tensors[name]
         stored = value.to(self._dtype(name))
-        if bool(value.isfinite().all()) and not bool(stored.isfinite().all()):
+        if is_finite(value) and not is_finite(stored):
             raise CheckpointError(f"{self._model.path}: the tensor {name} holds numbers that {stored.dtype} cannot")
         return stored
 

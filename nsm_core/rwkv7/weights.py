@@ -11,6 +11,7 @@ from torch import Tensor
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.int4_groups import PackedInt4
 from nsm_core.formats.int8_rows import Int8Rows
+from nsm_core.formats.number_kinds import is_finite
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.reading import ModelTensors
 from nsm_core.rwkv7.tensors import Shape, tensor_shapes
@@ -57,8 +58,7 @@ class CheckedTensors:
         return rows
 
     def _require_finite(self, name: str, values: Tensor) -> None:
-        """By the least and the largest, which are NaN if one number is: many times as fast as a look at each."""
-        if not all(bool(bound.isfinite()) for bound in values.aminmax()):
+        if not is_finite(values):
             raise self.refusal(name, "holds a number that is not finite")
 
     def refusal(self, name: str, fault: str) -> CheckpointError:
