@@ -92,10 +92,17 @@ class TurnAdmission:
                 await held.forget_turn(request.request_id)
             raise
 
-    async def go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> TurnExecution:
-        """Another process's turn, from where its record ends. A refusal leaves it for another try."""
+    async def go_on(
+        self, turn: Turn, held: HeldLease, record: TurnRecord, *, retry: TurnRequest | None = None
+    ) -> TurnExecution:
+        """Another process's turn, from where its record ends. A refusal leaves it for another try.
+
+        `retry`: the request that asks for it now, and waits until its own deadline.
+        """
         head, model = held.stored.head, self.backend.model
         request, model_fingerprint = decode_request(record.request, head.key, turn_id=record.turn_id)
+        if retry is not None:
+            request = dataclasses.replace(request, deadline=_later(request.deadline, retry.deadline))
         if model_fingerprint != model.fingerprint:
             raise StateMismatch(await asyncio.to_thread(_other_turn, model_fingerprint, model.fingerprint))
         tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
@@ -215,6 +222,11 @@ class TurnAdmission:
             "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
         )
         return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
+
+
+def _later(first: float | None, second: float | None) -> float | None:
+    """Of two deadlines; None is that of a request that has none."""
+    return None if first is None or second is None else max(first, second)
 
 
 def _other_turn(fingerprint: str, running: str) -> str:

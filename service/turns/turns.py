@@ -129,7 +129,7 @@ class TurnRegistry:
                 require_same(record.digest, request.digest)
                 if record.status == "running":
                     turn.is_replay = True
-                    run = await self._opening.go_on(turn, held, record)
+                    run = await self._opening.go_on(turn, held, record, retry=request)
                     self._metrics.sessions.turn_replayed()
                     return self._run(run)
         except SessionBusy:

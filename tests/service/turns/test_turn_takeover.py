@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -178,6 +179,20 @@ async def test_a_turn_may_be_lost_anywhere(
     assert (tokens, end.finished) == ((await unbroken(5, max_tokens=9))[0], end.finished)
     assert end.finished.reason is FinishReason.LENGTH
     assert await store.read_log(KEY) == (0, 5, *two.backend.script_ids[:9])
+
+
+async def test_a_retry_that_takes_a_turn_over_has_its_own_deadline(
+    store: SqliteSessionStore, processes: tuple[Process, Process]
+) -> None:
+    """The turn's processes may have been lost again and again: its first deadline is none of this client's."""
+    one, two = processes
+    first, own = time.monotonic() + 1.0, time.monotonic() + 500.0
+    await one.open(5, deadline=first, **RETRY)
+    await written(store, one, 1)
+    await one.lose()
+    tokens, end = await collect(await two.open(5, request_id="r2", deadline=own, **RETRY))
+    assert two.backend.requests[0].deadline == own
+    assert (len(tokens), end.error) == (8, None)
 
 
 async def test_a_reader_sees_the_break_as_a_pause(
