@@ -32,8 +32,9 @@ from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Shed
 
 IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no snapshot
-# What a session that is never idle may write for a token, in bytes of its state: 5.8 KB for a turn of 64 tokens. The
-# rest of such a turn is 11 KB with Redis and `appendfsync always`, and both together are to be 16 KB.
+# What a session that is never idle may write for a token, in bytes of its state as often as the store writes them:
+# 5.8 KB for a turn of 64 tokens. The rest of such a turn is 11 KB with SQLite, or Redis and `appendfsync always`, and
+# both together are to be 16 KB, as states are packed.
 BUSY_BYTES = 90
 LONG_TURN_BYTES = 1_280  # a turn that alone took many tokens may write more
 # In limits, the least and the most tokens after which one is stored at once: 0.3 and 13 s of reading.
@@ -53,9 +54,9 @@ def limit_at(tokens_per_s: float) -> int:
     return min(max(MIN_LIMIT, round(REPLAY_S * tokens_per_s)), MAX_LIMIT)
 
 
-def tokens_worth(state_bytes: int, num_bytes: int, limit: int) -> int:
-    """Tokens after which a state may be written at once, at `num_bytes` of it for each. `limit`: of `limit_at`."""
-    return min(max(state_bytes // num_bytes, LEAST_AT_ONCE * limit), MOST_AT_ONCE * limit)
+def tokens_worth(num_written: int, num_bytes: int, limit: int) -> int:
+    """Tokens after which `num_written` bytes may be written at once: `num_bytes` for each. `limit`: see `limit_at`."""
+    return min(max(num_written // num_bytes, LEAST_AT_ONCE * limit), MOST_AT_ONCE * limit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class StateKeeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
+        self._snapshot_writes = store.snapshot_writes
         self._metrics = metrics
         self._policy = policy or SnapshotPolicy()
         self.state_format = state_format
@@ -239,7 +241,8 @@ class StateKeeper:
         state_bytes = hot.snapshot.header.state_bytes
         num_read = finished.prompt_tokens - finished.cached_tokens + finished.completion_tokens
         is_long = min(num_read, hot.num_unsaved) > tokens_worth(state_bytes, LONG_TURN_BYTES, self.limit)
-        return is_long or hot.num_unsaved > tokens_worth(state_bytes, BUSY_BYTES, self.limit)
+        num_written = state_bytes * self._snapshot_writes
+        return is_long or hot.num_unsaved > tokens_worth(num_written, BUSY_BYTES, self.limit)
 
     def _write(self, hot: HotState) -> None:
         self._under_way[hot.head.key] = hot.head.version

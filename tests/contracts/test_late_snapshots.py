@@ -174,6 +174,7 @@ async def test_a_known_version_is_leased_without_its_snapshot(store: SessionStor
     known = KnownVersion(head.created_at, head.version)
     leased = await acquire(store, known=known)
     assert (leased.is_known, leased.stored.head, leased.stored.snapshot) == (True, head, None)
+    assert leased.stored.tail is None  # the state that the caller has is behind it
     newest = await commit_log(store, head, lease=leased.lease)
     for other in (known, KnownVersion(head.created_at - 1.0, newest.version)):
         leased = await acquire(store, known=other)

@@ -168,6 +168,9 @@ class SessionStore(TurnStore, Protocol):
     SessionBusy, LeaseLost, SnapshotCorrupt, StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`.
     """
 
+    snapshot_writes: int
+    """How often each byte of a snapshot reaches the disk."""
+
     async def open(self) -> None:
         """Connect, create or check the schema. Raises StoreUnavailable, or ConfigError for an unknown version."""
         ...

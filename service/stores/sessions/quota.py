@@ -23,6 +23,7 @@ class QuotaStore:
     def __init__(self, store: SessionStore, quotas: Quotas) -> None:
         self._store = store
         self._quotas = quotas
+        self.snapshot_writes = store.snapshot_writes
         self.open, self.close = store.open, store.close
         self.get, self.load, self.update, self.delete = store.get, store.load, store.update, store.delete
         self.acquire, self.renew, self.release = store.acquire, store.renew, store.release

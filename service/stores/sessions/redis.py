@@ -108,6 +108,7 @@ class RedisSessionStore:
     def __init__(self, address: RedisAddress) -> None:
         self.keys = Keyspace(address.prefix)
         self.client = RedisClient(address)
+        self.snapshot_writes = 1  # the append-only file
         self._largest_bytes = 0  # of the snapshots that were to be written here
         self._index = TenantIndex(self.client, self.keys)
         self.shed_snapshots = RedisShedding(self.client, self.keys, self._index.put_soon).shed_snapshots
@@ -201,7 +202,9 @@ class RedisSessionStore:
         max_records: int = 1,
     ) -> LeasedSession:
         keys, nonce = self.keys.session(key), _nonce()
-        values = (holder, nonce, to_us(lease_s), *(() if start is None else start_fields(start, max_records)))
+        known_field = "" if known is None else f"{to_us(known.created_at)}:{known.version}"
+        turn_fields = () if start is None else start_fields(start, max_records)
+        values = (holder, nonce, to_us(lease_s), known_field, *turn_fields)
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
             if known is not None:
@@ -220,7 +223,7 @@ class RedisSessionStore:
         if record is not None:
             self._index.put_soon(stored)
         if known == (stored.head.created_at, stored.head.version):
-            session = StoredSession(head=stored.head, snapshot=None, tail=tail)
+            session = StoredSession(head=stored.head, snapshot=None)
             return LeasedSession(lease=lease, stored=session, retained=retained, is_known=True, record=record)
         if checksum_field(raw) != stored.snapshot_checksum:
             # not read yet, replaced in between the script and the reading, or damaged

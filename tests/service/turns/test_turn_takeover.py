@@ -37,6 +37,7 @@ class Wire:
     """A process's way to the store, which can be cut."""
 
     def __init__(self, store: SqliteSessionStore) -> None:
+        self.snapshot_writes = store.snapshot_writes
         self.is_cut = False
         self._store = store
 
