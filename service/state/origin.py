@@ -73,9 +73,9 @@ def _as_own(
     found = (header.tenant, header.session_id, header.version, header.position, header.model_fingerprint)
     if found != (*origin.key, one.version, one.position, head.model_fingerprint):
         return None
-    own = Snapshot(dataclasses.replace(header, session_id=head.session_id), snapshot.state).encode()
+    own = Snapshot(dataclasses.replace(header, session_id=head.session_id), snapshot.state)
     rest = LogTail(tail.ids[one.position :], tuple(mark for mark in tail.marks if mark.version > one.version))
     borrower = dataclasses.replace(
-        head, snapshot_version=one.version, snapshot_position=one.position, snapshot_bytes=len(own)
+        head, snapshot_version=one.version, snapshot_position=one.position, snapshot_bytes=len(raw)
     )
-    return StoredSession(head=borrower, snapshot=own, tail=rest)
+    return StoredSession(head=borrower, snapshot=None, tail=rest, decoded=own)

@@ -323,10 +323,10 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
                 f"{model.fingerprint[:12]}"
             )
         return LostState(reason=stored.damage)
-    if stored.snapshot is None:
+    if stored.snapshot is None and stored.decoded is None:
         return _resume_log(stored, model, tokenizer)
-    try:
-        snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
+    try:  # the store verified the bytes when it loaded them
+        snapshot = stored.decoded or Snapshot.decode(stored.snapshot or b"", is_verified=True)
     except SnapshotCorrupt:  # in spite of its checksum: bytes that this build does not understand
         return resume(dataclasses.replace(stored, snapshot=None, damage="corrupt"), model=model, tokenizer=tokenizer)
     header = snapshot.header

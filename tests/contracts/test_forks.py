@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nsm_core.state.snapshot import Snapshot
 from service.state.copies import create_copy, read_copy
 from service.state.origin import with_origins_snapshot
 from service.stores.sessions.base import NewSession, Rewind, SessionHead, SessionStore, Shedding, StoredSession
@@ -29,8 +28,8 @@ async def borrowed(store: SessionStore, key: SessionKey = FORK) -> StoredSession
 
 def assert_borrowed(stored: StoredSession, head: SessionHead) -> None:
     """The fork's own state, with the log from there."""
-    assert stored.snapshot is not None
-    snapshot, tail = Snapshot.decode(stored.snapshot), stored.tail
+    assert stored.decoded is not None
+    snapshot, tail = stored.decoded, stored.tail
     assert (snapshot.header.tenant, snapshot.header.session_id) == (head.tenant, head.session_id)
     assert (snapshot.header.version, snapshot.header.position) == (
         stored.head.snapshot_version,
@@ -49,7 +48,8 @@ async def test_a_fork_copies_its_log_alone_and_borrows_the_snapshot(store: Sessi
     stored = await borrowed(store)
     assert_borrowed(stored, head)
     log = await store.read_log(FORK)
-    assert Snapshot.decode(stored.snapshot or b"").state == state_after(log[: head.position])
+    assert stored.decoded is not None
+    assert stored.decoded.state == state_after(log[: head.position])
 
 
 async def test_a_fork_of_a_fork_borrows_from_where_both_come_from(store: SessionStore) -> None:
@@ -66,7 +66,7 @@ async def test_a_fork_outlives_its_origin(store: SessionStore) -> None:
     await fork(store)
     await store.delete(ORIGIN)
     stored = await borrowed(store)
-    assert (stored.snapshot, stored.damage) == (None, None)
+    assert (stored.snapshot, stored.decoded, stored.damage) == (None, None, None)
     assert stored.tail is not None
     assert stored.tail.ids == log
 
@@ -103,4 +103,4 @@ async def test_an_origin_with_another_log_or_no_snapshot_lends_none(store: Sessi
     else:
         cold = Shedding(unused_for_s=0.0, limit=1, of_model=(origin.model_fingerprint, origin.numerics))
         assert await store.shed_snapshots(cold) == 1
-    assert (await borrowed(store)).snapshot is None
+    assert (await borrowed(store)).decoded is None

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
+from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
 from service.stores.sessions.retention import RetainedSnapshot
@@ -101,13 +102,14 @@ class StoredSession:
 
     `damage`: why a snapshot that should be there is None: not found, or damaged. Only `acquire` answers so,
     because its caller can rebuild the state from the log. `tail`: None of a snapshot at the head that was not read from
-    a store.
+    a store. `decoded`: the snapshot in place of its bytes, if they had to be decoded before.
     """
 
     head: SessionHead
     snapshot: bytes | None
     damage: Damage | None = None
     tail: LogTail | None = None
+    decoded: Snapshot | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

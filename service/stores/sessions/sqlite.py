@@ -66,6 +66,7 @@ from service.stores.sessions.sqlite_statements import (
     renewed,
     replace_snapshot,
     require_log,
+    require_log_end,
     take,
     writable_head,
 )
@@ -181,8 +182,12 @@ class SqliteSessionStore:
                 now = self._clock()
                 head = get_head(connection, key, now)
                 is_known = known == (head.created_at, head.version)
-                require_log(connection, head)
-                tail = None if is_known else get_tail(connection, head)
+                tail = None
+                if is_known:
+                    require_log_end(connection, head)
+                else:
+                    require_log(connection, head)
+                    tail = get_tail(connection, head)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
                 retained = get_retained(connection, head)
                 record = None

@@ -244,6 +244,17 @@ def require_log(connection: sqlite3.Connection, head: SessionHead) -> None:
         raise log_corrupt(head, f"it ends at version {version}, the session is at {head.version}")
 
 
+def require_log_end(connection: sqlite3.Connection, head: SessionHead) -> None:
+    """`require_log` for a caller that needs no more of the log: of its newest part alone. Raises LogCorrupt."""
+    query = f"SELECT {VERSION}, ids, checksum FROM log_chunks WHERE {OWN} ORDER BY row_id DESC LIMIT 1"
+    row = connection.execute(query, row_ids_of(connection, head.key)).fetchone()
+    version, ids, stored = row or (0, b"", checksum(b""))
+    if version != head.version:
+        raise log_corrupt(head, f"it ends at version {version}, the session is at {head.version}")
+    if checksum(ids) != stored:
+        raise log_corrupt(head, "a part of it fails its checksum")
+
+
 def cut_log(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> int:
     """Drops the chunks beyond the cut; the rest of the first of them becomes the new version's.
 
