@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nsm_core.errors import InvalidRequest
+from service.schemas.batches import check_endpoint
 from service.web.errors import shown
 from service.web.json_body import parse
 
@@ -34,14 +35,17 @@ class InputErrors:
         return {"object": "list", "data": list(self.errors)}
 
 
-def first_url(raw: bytes) -> Any:
-    """The `url` of the first line. Raises InvalidRequest for a file without a request, or with another first line."""
+def first_endpoint(raw: bytes) -> str:
+    """The `url` of the first request. Raises InvalidRequest, which names its line, or for a file without a request."""
     for number, line in enumerate(raw.splitlines(), start=1):
         if line.strip():
-            value = parse(line)
-            if not isinstance(value, dict):
-                raise InvalidRequest(f"line {number}: a line must be a JSON object")
-            return value.get("url")
+            try:
+                value = parse(line)
+                if not isinstance(value, dict):
+                    raise InvalidRequest("a line must be a JSON object")
+                return check_endpoint(value.get("url"))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"line {number}: {error}", param=error.param) from error
     raise InvalidRequest("the input file must have at least 1 request")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.output import console, local_time, note, print_fields, print_json, printable
+from service.cli.output import console, local_time, note, print_fields, print_json, print_list, printable
 from service.cli.stores import opened_store, store_settings, target_settings
 from service.stores.sessions.base import DEFAULT_TENANT
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="Id of a batch.", show_default=False)]
 WINDOW = "24h"
+STDOUT = "-"
 
 app = typer.Typer(help="Batches of requests: create, follow, cancel, fetch the answers.", no_args_is_help=True)
 
@@ -53,12 +55,7 @@ def list_batches(
 ) -> None:
     """A tenant's batches, the newest first."""
     found = asyncio.run(_list(store_settings(data_dir, store), tenant))
-    if as_json:
-        print_json([dict(batch.fields) for batch in found])
-    elif not found:
-        print("no batches")
-    else:
-        _print_table(found)
+    print_list(found, as_json=as_json, fields=lambda batch: dict(batch.fields), table=_print_table, none="no batches")
 
 
 @app.command()
@@ -92,7 +89,7 @@ def cancel(
 @app.command()
 def download(
     batch_id: BatchId,
-    file: Annotated[Path, typer.Argument(help="Where to.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Where to; - writes to standard output.", show_default=False)],
     errors: Annotated[
         bool, typer.Option("--errors", help="The requests without an answer, in place of the answers.")
     ] = False,
@@ -102,6 +99,9 @@ def download(
 ) -> None:
     """Write the answers of one that has ended into a file, a line each."""
     raw = asyncio.run(_output(store_settings(data_dir, store), tenant, batch_id, has_failed=errors))
+    if str(file) == STDOUT:
+        sys.stdout.buffer.write(raw)
+        return
     file.write_bytes(raw)
     print(f"wrote {file}: {len(raw.splitlines())} lines")
 
@@ -109,10 +109,10 @@ def download(
 def _checked(raw: bytes, endpoint: str | None) -> tuple[str, int]:
     """The endpoint, and the number of requests. Raises InvalidRequest for a file that no server would run."""
     from nsm_core.errors import InvalidRequest
-    from service.batches.input_lines import InputErrors, first_url, read_lines
+    from service.batches.input_lines import InputErrors, first_endpoint, read_lines
     from service.schemas.batches import check_endpoint
 
-    found = check_endpoint(endpoint if endpoint is not None else first_url(raw))
+    found = first_endpoint(raw) if endpoint is None else check_endpoint(endpoint)
     lines = read_lines(raw, endpoint=found)
     if not isinstance(lines, InputErrors):
         return found, len(lines)

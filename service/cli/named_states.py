@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.output import console, local_time, print_fields, print_json, printable
+from service.cli.output import console, local_time, print_fields, print_json, print_list, printable
 from service.cli.stores import opened_store, store_settings, target_settings
 from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
@@ -42,12 +42,7 @@ def list_states(
 ) -> None:
     """A tenant's states and the published ones, by name, the newest version first."""
     found = asyncio.run(_list(store_settings(data_dir, store), tenant))
-    if as_json:
-        print_json([_fields(state) for state in found])
-    elif not found:
-        print("no states")
-    else:
-        _print_table(found)
+    print_list(found, as_json=as_json, fields=_fields, table=_print_table, none="no states")
 
 
 @app.command()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+Item = TypeVar("Item")
 PIPE_COLUMNS = 200  # a table that no terminal shows need not be cut to the width of one
 
 # A model or a client may write anything, and a terminal obeys escape sequences: it gets to see U+FFFD instead.
@@ -37,6 +38,18 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_list(
+    items: list[Item], *, as_json: bool, fields: Callable[[Item], Any], table: Callable[[list[Item]], None], none: str
+) -> None:
+    """As JSON of each one's `fields`, or as a `table`; `none`: the words for an empty list."""
+    if as_json:
+        print_json([fields(item) for item in items])
+    elif items:
+        table(items)
+    else:
+        print(none)
 
 
 def print_fields(fields: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.output import console, local_time, print_fields, print_json, write_text
+from service.cli.output import console, local_time, print_fields, print_json, print_list, write_text
 from service.cli.stores import opened_store, store_settings
 from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
@@ -37,12 +37,7 @@ def list_sessions(
 ) -> None:
     """Sessions, newest first."""
     heads = asyncio.run(_newest(store_settings(data_dir, store), tenant, limit))
-    if as_json:
-        print_json([session_fields(head) for head in heads])
-    elif not heads:
-        print("no sessions")
-    else:
-        _print_table(heads)
+    print_list(heads, as_json=as_json, fields=session_fields, table=_print_table, none="no sessions")
 
 
 @app.command()

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 def store_settings(
     data_dir: Path | None, store: str | None, *, model: Path | None = None, device: str | None = None
 ) -> Settings:
-    """For commands that read single sessions. A file named by the user must exist; the default file need not. Raises
-    ConfigError.
+    """For commands that read single sessions. A file or directory that the command line or NSM_STORE names must have
+    a store; the default one need not. Raises ConfigError.
     """
     settings = target_settings(data_dir, store, model=model, device=device)
-    return settings if settings.store == "sqlite" else _require_file(settings)
+    is_default = data_dir is None or data_dir.is_file()  # a file is no directory: the store has the words for that
+    return settings if settings.store == "sqlite" and is_default else _require_file(settings)
 
 
 def source_settings(

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.support.batches import input_of, lines_of
@@ -75,7 +77,9 @@ def test_file_that_no_server_would_run_is_refused(nsm: Nsm, tmp_path: Path) -> N
     for raw, words in (
         (b"", "the input file must have at least 1 request"),
         (b"[1]", "line 1: a line must be a JSON object"),
-        (input_of(BODY, url="/v1/none"), "endpoint must be one of"),
+        (b"\n{", "line 2: "),
+        (b'{"custom_id": "1"}', "line 1: endpoint must be one of"),
+        (input_of(BODY, url="/v1/none"), "line 1: endpoint must be one of"),
         (input_of(BODY) + input_of(BODY), "line 2: custom_id must be given once in the file"),
     ):
         file.write_bytes(raw)
@@ -87,3 +91,23 @@ def test_file_that_no_server_would_run_is_refused(nsm: Nsm, tmp_path: Path) -> N
     assert "line 1: url must be the batch's endpoint" in other.stderr
     assert nsm("batches", "list").stdout == "no batches\n"
     assert_one_line(nsm("batches", "show", "batch_none"), "batch 'batch_none' does not exist")
+
+
+def test_answers_are_written_to_standard_output(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+    file, copy = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_bytes(input_of(BODY, BODY))
+    batch_id = made(nsm, file)
+    run_all(data_dir, batch_id)
+    nsm("batches", "download", batch_id, copy)
+    written = nsm("batches", "download", batch_id, "-")
+    assert written.stdout_bytes == copy.read_bytes()
+    assert len(written.stdout.splitlines()) == 2
+    assert not Path("-").exists()
+
+
+@pytest.mark.parametrize("group", ["batches", "sessions", "states"])
+def test_list_makes_no_store_where_there_is_none(nsm: Nsm, tmp_path: Path, group: str) -> None:
+    mistyped = tmp_path / "dta"
+    result = nsm(group, "list", "--data-dir", mistyped)
+    assert_one_line(result, f"there is no session store {mistyped / 'sessions.db'}")
+    assert not mistyped.exists()
