@@ -51,7 +51,7 @@ struct HalfMatrix {
   int rows, cols;
 };
 
-// Tokens as int8, each with its own scale; `sum` of a token's bytes undoes the weights' offset.
+// Tokens as int8, each with its own scale; `sum` of a token's bytes (a variant's `summed`) undoes what its products have too much.
 struct Quantised {
   int8_t* values;
   float* scale;
