@@ -55,11 +55,15 @@ class NativeRows(ABC):
         self._num_ids = num_ids
 
     def _own_runner(self, library: ctypes.CDLL, runner: int | None, free: Callable[[int], object]) -> int:
-        """The runner, freed with this object; its rows lie on huge pages. Raises MemoryError if there is none."""
+        """The runner, freed with this object; all rows but the first lie on huge pages (see `Pages`).
+
+        Raises MemoryError if there is none.
+        """
         if runner is None:
             raise MemoryError("no memory for the native executor's work space")
         for tensor in self.pool.tensors.values():
-            library.nsm_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+            others = tensor[1:]
+            library.nsm_prefer_huge_pages(others.data_ptr(), others.nbytes)
         # Not at the interpreter's end: an engine's thread may be in a call then
         weakref.finalize(self, free, runner).atexit = False
         return runner

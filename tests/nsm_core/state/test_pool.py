@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.pages import CACHE_LINE_BYTES, HUGE_PAGE_BYTES, Pages
 from nsm_core.state.pool import POISON_INT, StatePool
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 
@@ -193,6 +194,18 @@ def test_rows_that_are_not_used_take_no_memory_and_give_it_back() -> None:
     assert resident_bytes() - before < pool.num_bytes // 2
     pool.lease(5)
     assert not pool.gather((5,))["slots"].any()
+
+
+@pytest.mark.parametrize("row_numbers", [1 << 16, 3 * 1536, (1 << 19) + 7, 1 << 20])
+def test_the_first_row_ends_where_a_huge_page_begins(row_numbers: int) -> None:
+    pages = Pages((400, row_numbers), torch.float32)
+    assert pages.tensor.shape == (400, row_numbers)
+    assert pages.tensor.is_contiguous()
+    assert pages.tensor.data_ptr() % CACHE_LINE_BYTES == 0
+    assert -pages.tensor[1].data_ptr() % HUGE_PAGE_BYTES < CACHE_LINE_BYTES
+    pages.tensor[-1] = 1.0
+    pages.give_back()
+    assert not pages.tensor[-1].any()
 
 
 def resident_bytes() -> int:
