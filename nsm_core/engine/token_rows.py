@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -32,13 +33,15 @@ class TokenBatch:
     def by_listener(self) -> Iterator[tuple[int, Ints, Ints]]:
         """(index, numbers [n], ids [n]) for each index above the numbers; 0 has the tags without a listener."""
         indices = self.tags >> NUMBER_BITS
-        first = int(indices[0])
-        if (indices == first).all():
-            yield first, self.tags & (2**NUMBER_BITS - 1), self.ids
+        numbers, ids = self.tags & (2**NUMBER_BITS - 1), self.ids
+        if (indices == indices[0]).all():
+            yield int(indices[0]), numbers, ids
             return
-        for index in np.unique(indices).tolist():
-            is_its = indices == index
-            yield index, self.tags[is_its] & (2**NUMBER_BITS - 1), self.ids[is_its]
+        order = indices.argsort(kind="stable")
+        indices, numbers, ids = indices[order], numbers[order], ids[order]
+        starts = [0, *(np.flatnonzero(indices[1:] != indices[:-1]) + 1).tolist(), len(indices)]
+        for start, end in itertools.pairwise(starts):
+            yield int(indices[start]), numbers[start:end], ids[start:end]
 
 
 class TokenRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,9 @@ from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailabl
 from service.stores.sqlite.schema import MEMORY, connect, connect_memory, is_busy
 
 # How a transaction begins, is committed and taken back
-_WHOLE = ("BEGIN IMMEDIATE", "COMMIT", ("ROLLBACK",))
-_PART = ("SAVEPOINT part", "RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
+_WHOLE = ("COMMIT", ("ROLLBACK",))
+_PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
+LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
@@ -105,8 +107,11 @@ def shared_transaction(connection: sqlite3.Connection, *, is_synced: bool) -> It
 @contextlib.contextmanager
 def _committed(connection: sqlite3.Connection) -> Iterator[None]:
     """Within a transaction that is under way it is a part of that one."""
-    begin, commit, rollback = _PART if connection.in_transaction else _WHOLE
-    connection.execute(begin)
+    commit, rollback = _PART if connection.in_transaction else _WHOLE
+    if connection.in_transaction:
+        connection.execute("SAVEPOINT part")
+    else:
+        _begin_writing(connection)
     try:
         yield
         connection.execute(commit)
@@ -115,6 +120,26 @@ def _committed(connection: sqlite3.Connection) -> Iterator[None]:
             for statement in rollback:
                 connection.execute(statement)
         raise
+
+
+def _begin_writing(connection: sqlite3.Connection) -> None:
+    """Waits for other processes as long as the connection's timeout says, but with short pauses: SQLite's own grow to
+    0.1 s, so that of many processes some wait for seconds while the lock is often free.
+    """
+    (timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    last_try = time.monotonic() + timeout_ms / 1e3
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        while True:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if not is_busy(error) or time.monotonic() > last_try:
+                    raise
+            time.sleep(LOCK_POLL_S)
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ import itertools
 import threading
 
 import numpy as np
+import pytest
 
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.token_rows import NUM_HELD, NUMBER_BITS, Ints, TokenRows
+from nsm_core.engine.token_rows import NUM_HELD, NUMBER_BITS, Ints, TokenBatch, TokenRows
 from nsm_core.engine.token_text import TokenText
 from nsm_core.sampling.device import pack_rows
 from nsm_core.tokenizer import Tokenizer
@@ -218,3 +219,16 @@ async def test_a_listener_that_takes_now_gets_each_token_once_and_in_order(tiny_
     want = run_all(make_engine(small_model(), tiny_tokenizer, speculation="off"), requests)
     assert list(seen.values()) == [[event.token_id for event in run.tokens] for run in want.values()]
     assert threads == {True, False}
+
+
+@pytest.mark.parametrize("indices", [[3], [0, 0], [2, 2, 2], [5, 1, 5, 0, 1, 5], [7, 6, 5]])
+def test_a_batch_is_split_by_listeners_in_its_order(indices: list[int]) -> None:
+    numbers, ids = list(range(10, 10 + len(indices))), list(range(100, 100 + len(indices)))
+    tags = [index << NUMBER_BITS | number for index, number in zip(indices, numbers, strict=True)]
+    batch = TokenBatch(np.array(tags), np.array(ids))
+    found = [(index, theirs.tolist(), own.tolist()) for index, theirs, own in batch.by_listener()]
+    assert found == [
+        (index, *(list(part) for part in zip(*rows, strict=True)))
+        for index in sorted(set(indices))
+        for rows in [[(n, i) for at, n, i in zip(indices, numbers, ids, strict=True) if at == index]]
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -150,3 +151,21 @@ async def test_a_closed_database_refuses(database: FileDatabase) -> None:
         pass
     with pytest.raises(NsmError):
         await database.write_short(put("one"), is_synced=True)
+
+
+async def test_a_write_waits_for_the_lock_of_another_and_leaves_the_timeout_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    async with opened(FileDatabase(path, max_bytes=None, busy_timeout_s=7.0)) as database:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, other.execute, "ROLLBACK")
+
+            def write(connection: sqlite3.Connection) -> int:
+                with transaction(connection):
+                    connection.execute("INSERT INTO usage (tenant, num_sessions, num_bytes) VALUES ('x', 0, 0)")
+                (timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+                return int(timeout_ms)
+
+            assert await database.write_short(write, is_synced=True) == 7_000
+            assert not other.in_transaction
