@@ -1,8 +1,8 @@
 """RWKV-7 of a public size from a file to a resumed session: `python -m benchmarks.rwkv7_serve --size 1.5B`.
 
 Random weights. Written as bf16, converted, served, asked for a session's turns, killed, started again from a warm file
-cache, and asked for the next turn of that session. A line of JSON each: seconds, and the most memory that a process
-had. The directory is deleted at the end, unless it is named.
+cache, and asked for the next turn of that session. A line of JSON each: seconds by the clock and, of starts, of the
+processors, and the most memory that a process had. The directory is deleted at the end, unless it is named.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def measure(
     for start in ("first", "from a warm cache"):
         server = ServerUnderTest(["--model", str(model), *options], directory / "data", ROOT)
         try:
-            yield {"start": start, "seconds": server.start_s, "peak_mb": peak_mb(server.pid)}
+            used = {"cpu_seconds": server.cpu_s(), "peak_mb": peak_mb(server.pid)}
+            yield {"start": start, "seconds": server.start_s, **used}
             for number in turns:
                 yield ask(server, number)
                 if number == num_turns - 1:

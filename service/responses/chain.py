@@ -126,36 +126,43 @@ async def plan_turn(
     """
     if base is not None and base.border is not None and _text_after(base.border, template, items) is None:
         base = dataclasses.replace(base, border=None)  # the template needs the thought
-    plan = await _plan(scope, base, template, instructions=instructions, items=items)
+    encoder = scope.services.prompts
+    text_ids = await encoder.encode(_text(template, base, items), param="input")
+    if base is not None and base.instructions == instructions:
+        plan = _plan_on(base, text_ids)
+    else:
+        preface = None
+        if instructions is not None:
+            preface = await encoder.encode(template.render_preface(instructions), param="instructions")
+        plan = _plan_beside(base, await _chain_ids(scope, base), text_ids, instructions, preface)
     num_opening = opening_of_turn(scope.services.backend.tokenizer, template, plan.input_ids)
     return dataclasses.replace(plan, num_opening=num_opening)
 
 
-async def _plan(
-    scope: TenantScope,
+def _plan_on(base: Chain, text_ids: Sequence[int]) -> TurnPlan:
+    """On the session of `base`, whose instructions stay."""
+    return TurnPlan(
+        start=base.end,
+        after=None if base.border is None else base.border.point,
+        input_ids=tuple(text_ids),
+        instructions=base.instructions,
+        num_instruction_tokens=base.num_instruction_tokens,
+        plain=base.plain,
+    )
+
+
+def _plan_beside(
     base: Chain | None,
-    template: ChatTemplate,
-    *,
+    chain_ids: Sequence[int],
+    text_ids: Sequence[int],
     instructions: str | None,
-    items: Sequence[Item],
+    preface: Sequence[int] | None,
 ) -> TurnPlan:
-    encoder = scope.services.prompts
-    text_ids = await encoder.encode(_text(template, base, items), param="input")
-    if base is not None and base.instructions == instructions:
-        return TurnPlan(
-            start=base.end,
-            after=None if base.border is None else base.border.point,
-            input_ids=tuple(text_ids),
-            instructions=instructions,
-            num_instruction_tokens=base.num_instruction_tokens,
-            plain=base.plain,
-        )
-    chain_ids = await _chain_ids(scope, base)
+    """Where the chain was left without instructions, or with a `preface` of other ones on a new session."""
     plain = None if base is None else base.plain_end
-    if instructions is None:
+    if preface is None:
         num_read = 0 if plain is None else plain.num_log_tokens
         return TurnPlan(start=plain, input_ids=(*chain_ids[num_read:], *text_ids))
-    preface = await encoder.encode(template.render_preface(instructions), param="instructions")
     return TurnPlan(
         start=None,
         input_ids=(chain_ids[0], *preface, *chain_ids[1:], *text_ids),

@@ -11,10 +11,9 @@ from nsm_core.errors import InvalidRequest
 from service.batches.batch import new_batch
 from service.batches.library import BatchLibrary
 from service.deps import ServicesDep, TenantDep
-from service.routes.files import list_page
+from service.routes.pages import AfterQuery, page_response
 from service.schemas.answers import BatchAnswer, BatchPage
 from service.schemas.batches import CreateBatchBody
-from service.schemas.items import page_of
 from service.web.errors import shown
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers
@@ -53,15 +52,11 @@ async def list_batches(
     services: ServicesDep,
     tenant: TenantDep,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
-    after: Annotated[str | None, Query(description="the last id of the page before")] = None,
+    after: AfterQuery = None,
 ) -> Response:
     """The newest first."""
-    found = {batch.id: batch for batch in await BatchLibrary(services.records).list_all(tenant)}
-    page = page_of(list(found), limit=limit, order="desc", after=after)
-    if page is None:
-        raise InvalidRequest(f"after must be the id of a batch in the list, got {shown(after)}", param="after")
-    ids, has_more = page
-    return json_response(list_page([dict(found[name].fields) for name in ids], has_more=has_more))
+    found = await BatchLibrary(services.records).list_all(tenant)
+    return page_response([batch.fields for batch in found], limit=limit, after=after, kind="batch")
 
 
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", response_class=Response, responses=answers(BatchAnswer))

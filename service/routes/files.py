@@ -12,10 +12,10 @@ from nsm_core.errors import InvalidRequest
 from service.deps import ServicesDep, TenantDep
 from service.files.multipart import FormPart, read_form
 from service.files.stored_files import PURPOSES
+from service.routes.pages import AfterQuery, page_response
 from service.routes.sessions import FILE_RESPONSES, FILE_TYPE
 from service.schemas.answers import DeletedAnswer, FileAnswer, FilePage
 from service.schemas.batches import read_ttl
-from service.schemas.items import page_of
 from service.web.errors import shown
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers
@@ -83,23 +83,12 @@ async def list_files(
     tenant: TenantDep,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = MAX_PAGE,
     order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(description="the last id of the page before")] = None,
+    after: AfterQuery = None,
     purpose: Annotated[str | None, Query(description="only files with this purpose")] = None,
 ) -> Response:
     """By creation, the newest first unless `order` is `asc`."""
-    found = {file.id: file for file in await services.files.list(tenant) if purpose in (None, file.purpose)}
-    page = page_of(list(found), limit=limit, order=order, after=after)
-    if page is None:
-        raise InvalidRequest(f"after must be the id of a file in the list, got {shown(after)}", param="after")
-    ids, has_more = page
-    data = [found[name].to_object() for name in ids]
-    return json_response(list_page(data, has_more=has_more))
-
-
-def list_page(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of objects with ids."""
-    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
+    found = [file.to_object() for file in await services.files.list(tenant) if purpose in (None, file.purpose)]
+    return page_response(found, limit=limit, after=after, kind="file", order=order)
 
 
 @router.get("/v1/files/{file_id}", summary="Get a file", response_class=Response, responses=answers(FileAnswer))

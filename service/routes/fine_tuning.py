@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from nsm_core.errors import Forbidden, InvalidRequest
 from service.deps import Services, ServicesDep, TenantDep
-from service.routes.files import list_page
+from service.routes.pages import AfterQuery, page_response
 from service.schemas.answers import JobAnswer, JobCheckpointPage, JobEventPage, JobPage
 from service.schemas.fine_tuning import DEFAULT_NAME, MAX_SEED, CreateJobBody
-from service.schemas.items import page_of
 from service.tuning.job import AUTO_BATCH, AUTO_EPOCHS, Job, new_job
 from service.tuning.library import JobLibrary
 from service.web.errors import shown
@@ -23,7 +22,6 @@ from service.web.openapi import ERROR_RESPONSES, answers
 
 MAX_PAGE = 100
 LimitQuery = Annotated[int, Query(ge=1, le=MAX_PAGE)]
-AfterQuery = Annotated[str | None, Query(description="the last id of the page before")]
 
 router = APIRouter(route_class=JsonRoute, tags=["fine-tuning"], responses=ERROR_RESPONSES)
 
@@ -84,17 +82,7 @@ async def list_jobs(
 ) -> Response:
     """The newest first."""
     jobs = await JobLibrary(services.records).list_all(tenant)
-    return _page([job.fields for job in jobs], limit, after, "job")
-
-
-def _page(objects: Sequence[Mapping[str, Any]], limit: int, after: str | None, kind: str) -> Response:
-    """`objects`: the oldest first."""
-    found = {str(one["id"]): dict(one) for one in objects}
-    page = page_of(list(found), limit=limit, order="desc", after=after)
-    if page is None:
-        raise InvalidRequest(f"after must be the id of a {kind} in the list, got {shown(after)}", param="after")
-    ids, has_more = page
-    return json_response(list_page([found[name] for name in ids], has_more=has_more))
+    return page_response([job.fields for job in jobs], limit=limit, after=after, kind="job")
 
 
 @router.get(
@@ -117,13 +105,10 @@ async def get_job(fine_tuning_job_id: str, services: ServicesDep, tenant: Tenant
 async def cancel_job(fine_tuning_job_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """It is `cancelled` at once, and its process ends within seconds. 400 once it has ended in another way."""
 
-    def change(job: Job) -> Job | None:
-        if job.status == "cancelled":
-            return None
-        _require_open(job, "cancelled")
+    def end(job: Job) -> Job:
         return job.ended("cancelled").with_event("the job was cancelled")
 
-    return await _changed(services, tenant, fine_tuning_job_id, change)
+    return await _changed(services, tenant, fine_tuning_job_id, "cancelled", end)
 
 
 @router.post(
@@ -135,11 +120,7 @@ async def cancel_job(fine_tuning_job_id: str, services: ServicesDep, tenant: Ten
 async def pause_job(fine_tuning_job_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """It is `paused` at once, and its process ends within seconds. Its checkpoint stays. 400 once it has ended."""
 
-    def change(job: Job) -> Job | None:
-        _require_open(job, "paused")
-        return None if job.is_paused else job.paused()
-
-    return await _changed(services, tenant, fine_tuning_job_id, change)
+    return await _changed(services, tenant, fine_tuning_job_id, "paused", Job.paused)
 
 
 @router.post(
@@ -153,24 +134,28 @@ async def resume_job(fine_tuning_job_id: str, services: ServicesDep, tenant: Ten
     ended.
     """
 
-    def change(job: Job) -> Job | None:
-        _require_open(job, "resumed")
+    def resume(job: Job) -> Job | None:
         return job.resumed() if job.is_paused else None
 
-    return await _changed(services, tenant, fine_tuning_job_id, change)
-
-
-def _require_open(job: Job, verb: str) -> None:
-    """Raises InvalidRequest for a job that has ended."""
-    if job.has_ended:
-        message = f"fine-tuning job {job.id!r} has {job.status}: it cannot be {verb}"
-        raise InvalidRequest(message, param="fine_tuning_job_id")
+    return await _changed(services, tenant, fine_tuning_job_id, "resumed", resume)
 
 
 async def _changed(
-    services: Services, tenant: str, job_id: str, change: Callable[[Job], Job | None]
-) -> Response:  # fmt: skip
-    changed = await JobLibrary(services.records).change(tenant, job_id, change)
+    services: Services, tenant: str, job_id: str, wanted: str, change: Callable[[Job], Job | None]
+) -> Response:
+    """The job after `change`, of which None leaves it as it is, as one in the status `wanted` is left. Raises
+    InvalidRequest for a job that has ended in another way.
+    """
+
+    def checked(job: Job) -> Job | None:
+        if job.status == wanted:
+            return None
+        if job.has_ended:
+            message = f"fine-tuning job {job.id!r} has {job.status}: it cannot be {wanted}"
+            raise InvalidRequest(message, param="fine_tuning_job_id")
+        return change(job)
+
+    changed = await JobLibrary(services.records).change(tenant, job_id, checked)
     services.tuning_news.set()
     return json_response(changed.fields)
 
@@ -190,7 +175,7 @@ async def list_events(
 ) -> Response:
     """The newest first. Those of the type `metrics` have the losses in `data`."""
     job = await JobLibrary(services.records).get(tenant, fine_tuning_job_id)
-    return _page(job.events, limit, after, "event")
+    return page_response(job.events, limit=limit, after=after, kind="event")
 
 
 @router.get(
@@ -208,7 +193,8 @@ async def list_checkpoints(
 ) -> Response:
     """One, the state with the lowest held-out loss, once the job has succeeded."""
     job = await JobLibrary(services.records).get(tenant, fine_tuning_job_id)
-    return _page([] if job.status != "succeeded" else [_checkpoint(job)], limit, after, "checkpoint")
+    found = [_checkpoint(job)] if job.status == "succeeded" else []
+    return page_response(found, limit=limit, after=after, kind="checkpoint")
 
 
 def _checkpoint(job: Job) -> dict[str, Any]:
