@@ -74,6 +74,9 @@ HELP = {
     "write no more than this of a token, but for what the token adds; default none",
     "keep_context": "with heads that keep: how much a strength may depend on the token; 0: not at all, 1 (default): so "
     "much that a head may write ten thousand times as strongly as its bound",
+    "keep_budget": "with heads that keep: after so many steps again and again, a head that writes more of a token than "
+    "--keep-strengths says, on average, is made to write less; 0 (default): never",
+    "silent_tokens": "tokens of a passage that returns which nothing foretells: without weight in the loss (default 8)",
     "recall_loss": "answers (default): of inserted facts what a question asks for counts alone; all: every word does",
     "first_answer": "weight in the loss of the first token of an answer (default 3, that of its others)",
     "recall_end": "the share of --recall at the end of the run, reached in a straight line; default: the same",

@@ -41,11 +41,13 @@ class TrainConfig:
     recall_end: float | None = None  # the share at the end of the run, reached in a straight line; None: the same
     recall_loss: str = "answers"  # answers: what a question asks for, and passages; all: every word that is inserted
     first_answer: int = 3  # weight in the loss of the first token of an answer; its other tokens weigh 3
+    silent_tokens: int = 8  # of a passage that returns, the first, without weight in the loss
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
     loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
     keep_strengths: tuple[float, ...] = ()  # of heads that are made to keep, in each keyed layer: the most they write
     keep_context: float = 1.0  # most that a kept head's strength may depend on the token: the length of its row
+    keep_budget: int = 0  # steps after which kept heads are looked at, that they write no more on average; 0: never
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
@@ -75,6 +77,8 @@ class TrainConfig:
         self._require(self.recall_loss in ("answers", "all"), "recall_loss", "answers or all")
         self._require(1 <= self.first_answer <= 255, "first_answer", "in [1, 255]")
         self._require(0.0 <= self.keep_context < math.inf, "keep_context", "a number of at least 0")
+        self._require(self.keep_budget >= 0, "keep_budget", "a number of steps, or 0")
+        self._require(self.silent_tokens >= 1, "silent_tokens", "at least 1")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
         self._require(0.0 <= self.loops < 0.5, "loops", "in [0, 0.5)")
         self._require(self.loops == 0 or self.recall > 0, "loops", "0 without recall")

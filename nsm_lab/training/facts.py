@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import string
+from collections.abc import Sequence
+
+from nsm_lab.training.phrasings import ASKING, TELLING, THINGS
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -136,8 +139,10 @@ KINDS = {
     "secret": (SECRET_STATEMENTS, SECRET_QUESTIONS),
     "list": (LIST_STATEMENTS, LIST_QUESTIONS),
     "talk": (TALK_STATEMENTS, TALK_QUESTIONS),
+    "told": (TELLING, ASKING),
 }
-_OFTEN = {"attribute": 3, "number": 3, "secret": 5, "list": 1, "talk": 1}  # how often a kind is made, in shares
+# How often a kind is made, in shares
+_OFTEN = {"attribute": 3, "number": 2, "secret": 3, "list": 1, "talk": 1, "told": 10}
 _ASKED = frozenset({"value", "town", "trade"})  # what a question asks for
 _MOST_QUESTIONS = 3
 
@@ -158,10 +163,10 @@ class Fact:
     questions: tuple[Question, ...]
 
 
-def make_fact(rng: random.Random) -> Fact:
-    """One of some hundred million."""
+def make_fact(rng: random.Random, things: Sequence[str] = THINGS) -> Fact:
+    """One of some hundred million; `things`: names of what numbers and words belong to."""
     kind = rng.choices(tuple(_OFTEN), tuple(_OFTEN.values()))[0]
-    words = {"who": f"{rng.choice(_FIRST)} {rng.choice(_LAST)}", **_words_of(rng, kind)}
+    words = {"who": f"{rng.choice(_FIRST)} {rng.choice(_LAST)}", **_words_of(rng, kind, things)}
     statements, questions = KINDS[kind]
     asked = rng.sample(questions, rng.randint(1, _MOST_QUESTIONS))
     return Fact(
@@ -180,13 +185,15 @@ def _question(template: str, words: dict[str, str]) -> Question:
     return Question(f"{text}\n\n", tuple(answers))
 
 
-def _words_of(rng: random.Random, kind: str) -> dict[str, str]:
+def _words_of(rng: random.Random, kind: str, things: Sequence[str]) -> dict[str, str]:
     """What a kind's templates say, beside who it is about."""
     match kind:
         case "number":
             return {"thing": rng.choice(_COUNTED), "value": _number(rng)}
         case "secret":
             return {"thing": rng.choice(_SECRETS), "value": _number(rng)}
+        case "told":
+            return {"thing": rng.choice(things), "value": _token(rng)}
         case "list":
             goods = rng.sample(_GOODS, rng.randint(3, 6))
             return {"value": f"{', '.join(goods[:-1])} and {goods[-1]}"}
@@ -201,6 +208,16 @@ def _words_of(rng: random.Random, kind: str) -> dict[str, str]:
 def _number(rng: random.Random) -> str:
     digits = rng.randint(3, 6)
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def _token(rng: random.Random) -> str:
+    """A number mostly, or else letters with a number, or a word."""
+    kind = rng.random()
+    if kind < 0.75:
+        return _number(rng)
+    if kind < 0.88:
+        return f"{''.join(rng.choices(string.ascii_uppercase, k=rng.randint(1, 3)))}-{_number(rng)}"
+    return rng.choice(_NAMES)
 
 
 def _value(rng: random.Random, what: str) -> str:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from nsm_core.model.keyed import KeyedMixer
+from nsm_core.model.nsm import NsmModel
 
 TIMESCALE = 1e6  # tokens after which the decay alone leaves 1 / e
 FIRST_SHARE = 0.6  # of the most that it may write, what a new keeping head writes
 FIRST_READ = 0.25  # of what it has added to the residual by reading
+MOST_LOWERED = 1.0  # of the logit of a strength at once, by its budget
 CONTEXT_LENGTH = 1.0  # of the longest row that lets a strength depend on the token
 # A head whose row is longer has learned to write and clear by what it reads; such heads give way first.
 LEARNED_LENGTH = 1.0
@@ -51,8 +53,10 @@ class KeepingHeads:
 
     def __init__(self, model: nn.Module, strengths: Sequence[float] = (), context: float = CONTEXT_LENGTH) -> None:
         self._layers, self._context = [], context
+        self._is_held = []  # of each keyed layer
         for mixer in _keyed_mixers(model):
             heads = _keeping(mixer)
+            self._is_held.append(len(heads) > 0)
             highest = mixer.rates.bias.detach()[heads]
             for number, strength in enumerate(sorted(strengths, reverse=True)[: len(heads)]):
                 highest[number] = _logit(strength)
@@ -68,6 +72,40 @@ class KeepingHeads:
             rates.bias[decays] = math.log(math.expm1(1.0 / TIMESCALE))
             rates.bias[heads] = torch.minimum(rates.bias[heads], highest)
             rates.weight[heads] = _shortened(rates.weight[heads], self._context)
+
+    @torch.no_grad()
+    def keep_to_budget(self, means: Sequence[Tensor]) -> None:
+        """`means`: as of `mean_strengths`. A head that writes more than its bound on average gets a lower bias.
+
+        So it may write some tokens strongly, if it writes the others all the more weakly.
+        """
+        for (rates, heads, highest), mean in zip(self._layers, self._of_layers(means), strict=True):
+            excess = (mean[heads] / torch.sigmoid(highest)).log()
+            rates.bias[heads] -= excess.clamp(min=0.0, max=MOST_LOWERED)
+
+    def _of_layers(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """Of the layers with keeping heads alone."""
+        return [mean for mean, is_held in zip(means, self._is_held, strict=True) if is_held]
+
+
+@torch.no_grad()
+def mean_strengths(model: NsmModel, ids: Tensor) -> list[Tensor]:
+    """What the heads of each keyed layer write of a token on average, [H] each, over texts ids [B,T] read from new
+    states.
+    """
+    found: list[Tensor] = []
+
+    def capture(rates: nn.Module, inputs: object, logits: Tensor) -> None:
+        found.append(torch.sigmoid(logits[..., : logits.shape[-1] // 2].float()).flatten(0, -2).mean(dim=0))
+
+    hooks = [mixer.rates.register_forward_hook(capture) for mixer in _keyed_mixers(model)]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks know nothing of hooks
+            model.read(ids, model.initial_state(len(ids)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _shortened(rows: Tensor, longest: float) -> Tensor:

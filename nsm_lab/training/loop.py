@@ -31,11 +31,13 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data import IGNORED_TARGET, Batch, PackedBatches, TokenizedSplit, tokenize_split
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.distributed import World, join_world, leave_world, mean_over_world
-from nsm_lab.training.keeping import KeepingHeads, make_keeping_heads
+from nsm_lab.training.keeping import KeepingHeads, make_keeping_heads, mean_strengths
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
 from nsm_lab.training.recall import ALL_WORDS, ANSWERS_ALONE, recall_split, shares_by_time
 from nsm_lab.training.tiers import TierDraw
+
+BUDGET_TOKENS = 4096  # of a batch, by which the mean strength of a keeping head is judged
 
 
 class LossModule(nn.Module):
@@ -251,7 +253,7 @@ class Trainer:
             seed=config.seed,
         )
         workers = os.cpu_count() or 1
-        answers = dataclasses.replace(ANSWERS_ALONE, first_answer=config.first_answer)
+        answers = dataclasses.replace(ANSWERS_ALONE, first_answer=config.first_answer, silent=config.silent_tokens)
         return recall_split(
             split,
             self.tokenizer,
@@ -290,9 +292,10 @@ class Trainer:
         with log, contextlib.closing(BatchSource(self.train_batches, self.world.device)) as source:
             interval = Interval(self.train_batches.tokens_per_step)
             for step in range(self.first_step, config.steps):
-                losses, states = self._forward_backward(source.get(step), states, step)
+                batch = source.get(step)
+                losses, states = self._forward_backward(batch, states, step)
                 factor, norm = self.optimizers.step(step)
-                self._follow_step()
+                self._follow_step(batch, step)
                 interval.add(losses)
                 log.advance()
                 done = step + 1
@@ -306,7 +309,11 @@ class Trainer:
                     self._save(done)
         return config.out
 
-    def _follow_step(self) -> None:
+    def _follow_step(self, batch: Batch, step: int) -> None:
+        if self.config.keep_budget and step % self.config.keep_budget == 0:
+            with self._autocast():
+                means = mean_strengths(self.model, batch.ids[:1, :BUDGET_TOKENS])
+            self._keeping.keep_to_budget([mean_over_world(mean, self.world) for mean in means])
         self._keeping.hold()
         if self.average is not None:
             self.average.update()

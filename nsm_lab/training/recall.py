@@ -12,7 +12,7 @@ import heapq
 import math
 import multiprocessing
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import Question, make_fact
+from nsm_lab.training.phrasings import things_in
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (640, 40_960)  # tokens from its beginning to its return
@@ -27,6 +28,7 @@ UNPREDICTABLE_TOKENS = 8  # of a passage that returns, the first: nothing says t
 FACT_DISTANCE = (192, 49_152)  # tokens from a statement to a question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
 FACT_SHARE = 0.6  # of all insertions, by their number; a fact's questions belong to its statement
+NAMING_DOCUMENTS, NAMING_TOKENS = 400, 50_000  # from which facts take the names of things
 NUM_FACTS = 32_768  # made for a run
 ANSWER_WEIGHT = 3  # of a token that a question asks for, in the loss
 LOOP_PERIOD = (8, 320)  # tokens that are said again at once
@@ -42,12 +44,13 @@ class RecallLoss:
     """How much tokens of what is inserted weigh in the loss; a token of the document weighs 1.
 
     `first_answer`: the first token of an answer, `answer` its others, `others` statements, the rest of a question, and
-    the first tokens of a passage.
+    the first tokens of a passage, `silent` in number.
     """
 
     answer: int = ANSWER_WEIGHT
     first_answer: int = ANSWER_WEIGHT
     others: int = 0
+    silent: int = UNPREDICTABLE_TOKENS
 
 
 ANSWERS_ALONE = RecallLoss()
@@ -80,9 +83,12 @@ class FactBank:
         seed: int,
         num_facts: int = NUM_FACTS,
         loss: RecallLoss = ANSWERS_ALONE,
+        texts: Iterable[str] = (),
     ) -> FactBank:
+        """`texts`: of the things in them facts are made."""
         rng = random.Random(seed)
-        facts = [make_fact(rng) for _ in range(num_facts)]
+        things = things_in(texts, random.Random(seed))
+        facts = [make_fact(rng, things) for _ in range(num_facts)]
         encoded = tokenizer.encode_batch([fact.statement for fact in facts])
         statements = tuple(np.array(ids, dtype) for ids in encoded)
         asked = iter(_encoded(tokenizer, [question for fact in facts for question in fact.questions], dtype, loss))
@@ -218,7 +224,7 @@ def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss) -> Non
     if start < 1:
         return
     weights = np.ones(min(length, distance), np.uint8)
-    weights[:UNPREDICTABLE_TOKENS] = loss.others
+    weights[: loss.silent] = loss.others
     written.append(written.ids[start : start + len(weights)].copy(), weights)
 
 
@@ -275,7 +281,7 @@ def recall_split(
     `loops`: the share of tokens in loops, of all of them. `loss`: what inserted tokens weigh.
     The bytes and words that the split counts are those of the documents without insertions.
     """
-    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts, loss)]
+    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts, loss, _texts(split, tokenizer))]
     jobs = []
     for number, share in enumerate(shares):
         copy, index = divmod(number, split.num_documents)
@@ -293,6 +299,12 @@ def recall_split(
         num_bytes=copies * split.num_bytes,
         num_words=copies * split.num_words,
     )
+
+
+def _texts(split: TokenizedSplit, tokenizer: Tokenizer) -> Iterator[str]:
+    """The beginnings of some documents."""
+    for start, end in zip(split.offsets[:NAMING_DOCUMENTS], split.offsets[1:], strict=False):
+        yield tokenizer.decode(split.ids[start : min(end, start + NAMING_TOKENS)].tolist())
 
 
 def _run(jobs: Sequence[tuple[Ids, float, float, int, int, int]], workers: int) -> list[tuple[Ids, Weights]]:

@@ -8,7 +8,14 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
-from nsm_lab.training.keeping import CONTEXT_LENGTH, FIRST_READ, TIMESCALE, KeepingHeads, make_keeping_heads
+from nsm_lab.training.keeping import (
+    CONTEXT_LENGTH,
+    FIRST_READ,
+    TIMESCALE,
+    KeepingHeads,
+    make_keeping_heads,
+    mean_strengths,
+)
 
 HEADS = 4
 STRENGTHS = (0.01, 0.04)
@@ -117,3 +124,36 @@ def test_a_strength_may_depend_on_the_token_no_more_than_is_said(model: NsmModel
         for mixer in mixers(model):
             lengths = mixer.rates.weight[HEADS - 2 : HEADS].norm(dim=1)
             assert torch.allclose(lengths, torch.full((2,), context))
+
+
+def test_a_head_that_writes_more_than_its_bound_on_average_is_made_to_write_less(model: NsmModel) -> None:
+    make_keeping_heads(model, STRENGTHS)
+    keeping = KeepingHeads(model, STRENGTHS, context=10.0)
+    ids = torch.randint(64, (2, 256), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.rates.weight[2:HEADS].normal_(std=1.0)
+    bounds = torch.tensor(sorted(STRENGTHS, reverse=True))
+    before = [mean[2:HEADS].sort(descending=True).values for mean in mean_strengths(model, ids)]
+    assert all((mean > 2 * bounds).all() for mean in before)
+    for _ in range(20):
+        keeping.keep_to_budget(mean_strengths(model, ids))
+        keeping.hold()
+    after = [mean[2:HEADS] for mean in mean_strengths(model, ids)]
+    for mixer, mean in zip(mixers(model), after, strict=True):
+        order = mixer.rates.bias[2:HEADS].argsort(descending=True)
+        assert (mean <= 1.05 * bounds.max()).all()
+        assert (mean > 0.1 * bounds.min()).all()
+        assert len(order) == 2
+
+
+def test_mean_strengths_are_those_of_the_rates_and_leave_no_hook(model: NsmModel) -> None:
+    ids = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
+    seen: list[torch.Tensor] = []
+    first = mixers(model)[0]
+    hook = first.register_forward_hook(lambda mixer, inputs, out: seen.append(inputs[0]))
+    means = mean_strengths(model, ids)
+    hook.remove()
+    assert [mean.shape for mean in means] == [(HEADS,), (HEADS,)]
+    assert torch.allclose(means[0], first._rates(seen[0], None)["strength"].mean(dim=(0, 1)), atol=1e-6)
+    assert not any(mixer.rates._forward_hooks for mixer in mixers(model))

@@ -12,6 +12,7 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import KINDS, make_fact
+from nsm_lab.training.phrasings import THINGS, things_in
 from nsm_lab.training.recall import (
     ALL_WORDS,
     ANSWER_WEIGHT,
@@ -137,6 +138,18 @@ def test_facts_never_use_the_sentences_that_evaluation_asks_with() -> None:
     templates = " ".join(text for kind in KINDS.values() for texts in kind for text in texts).lower()
     assert "pass" not in templates.replace("passport", "")
     assert "remember it" not in templates
+    assert "what is the" not in templates
+
+
+def test_facts_are_about_things_that_the_text_names_but_for_those_of_evaluation() -> None:
+    text = "the harbour lay before the passport of the keyboard and the castle. " * 30 + "the once"
+    things = things_in([text], random.Random(0))
+    assert {"harbour", "castle"} <= set(things)
+    assert set(things) & {"passport", "keyboard", "once"} == set()
+    assert {word for thing in things[:100] for word in thing.split()} == {"harbour", "castle"}
+    made = [make_fact(random.Random(seed), things) for seed in range(200)]
+    assert sum("castle" in fact.statement for fact in made) > 20
+    assert things_in(["nothing"], random.Random(0)) == THINGS
 
 
 @pytest.mark.parametrize("digits", [3, 6])
@@ -152,7 +165,8 @@ def test_recall_asks_every_question_of_a_fact_that_has_room(bank: FactBank) -> N
 
 
 def test_recall_split_copies_every_document_with_other_insertions(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    ids = np.concatenate((numbered(4000), numbered(3000), np.array([0], np.uint16)))
+    words = np.concatenate((numbered(4000), numbered(3000))) % tiny_tokenizer.vocab_size
+    ids = np.append(words, 0).astype(np.uint16)
     split = TokenizedSplit(name="train", ids=ids, offsets=np.array([0, 4000, 7000]), num_bytes=100, num_words=20)
     made = recall_split(split, tiny_tokenizer, shares=[0.2] * 4, seed=0, num_facts=NUM_FACTS)
     assert made.num_documents == 4
