@@ -226,6 +226,21 @@ class NoBackend:
         if "replays_exactly" in ModelInfo.__annotations__:  # older checkouts store each turn's state
             self.model = dataclasses.replace(self.model, replays_exactly=True)
 
+    async def fetch_state(self, number: int) -> None:
+        """None is held."""
+
+    async def find_state(self, name: str) -> None:
+        """None is held."""
+
+    def name_state(self, name: str, number: int, about: bytes) -> None:
+        """None is held."""
+
+    def forget_state(self, name: str) -> None:
+        """None is held."""
+
+    def drop_state(self, number: int) -> None:
+        """None is held."""
+
     async def inspect_state(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError("no state to look at")
 

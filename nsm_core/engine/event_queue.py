@@ -17,10 +17,10 @@ class EventQueue:
     """A queue for one reader; the last event is a Finished. `max_tokens` bounds its length."""
 
     def __init__(self, pace: StreamPace | None = None, text: TokenText | None = None) -> None:
-        """`pace`: of diverted tokens. `text`: makes the text of all events, when they are read; without it they have
-        theirs.
+        """`pace`: of diverted tokens, and of those that are put by their ids; it may change before the first one.
+        `text`: makes the text of all events, when they are read; without it they have theirs.
         """
-        self._pace, self._text = pace, text
+        self.pace, self._text = pace, text
         self._take: TakeTokens | None = None
         self._is_paced = False  # some of the ready events wait for the pace
         self._num_others = 0  # ready events that are no tokens
@@ -35,20 +35,20 @@ class EventQueue:
         if not isinstance(event, TokenEvent):
             self._num_others += 1
             self._wake()
-        elif self._take is not None and self._pace is not None:
+        elif self._take is not None and self.pace is not None:
             if not self._is_paced:
                 self._is_paced = True
-                self._pace.add(self)
+                self.pace.add(self)
         elif not self._is_holding:
             self._wake()
 
     def put_id(self, token_id: int) -> None:
         """`put` for a plain token, whose text is made here."""
         self._ready.append(token_id)
-        if self._take is not None and self._pace is not None:
+        if self.pace is not None:
             if not self._is_paced:
                 self._is_paced = True
-                self._pace.add(self)
+                self.pace.add(self)
         elif not self._is_holding:
             self._wake()
 
@@ -56,13 +56,14 @@ class EventQueue:
         """From now on tokens that come while the reader waits are given to `take`, without waking the reader."""
         self._take = take
 
-    def hand_on(self) -> None:
-        """The pace of diverted tokens allows them now."""
+    def hand_on(self) -> bool:
+        """The pace allows the tokens now. Whether the reader was woken for them."""
         self._is_paced = False
         is_waiting = self._waiter is not None and not self._waiter.done() and not self._is_holding
         may_take = is_waiting and not self._num_others and not self._with_text and self._take is not None
-        if self._ready and not (may_take and self._is_taken()):
-            self._wake()
+        if not self._ready or (may_take and self._is_taken()):
+            return False
+        return self._wake()
 
     async def events(self) -> AsyncIterator[Event]:
         """Each event once, in order."""
@@ -122,9 +123,12 @@ class EventQueue:
         else:
             self._with_text += map(self._text.event_of, ready)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _wake(self) -> bool:
+        """Whether the reader waited."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

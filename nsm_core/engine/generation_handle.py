@@ -58,9 +58,10 @@ class GenerationHandle:
         self.is_cancelled = True
         self._cancel(self.request.request_id)
 
-    def move(self, cancel: Callable[[str], None]) -> None:
-        """Another engine has the request from now on; `cancel` as at the start."""
+    def move(self, cancel: Callable[[str], None], pace: StreamPace) -> None:
+        """Another engine has the request from now on, before its first event; `cancel`, `pace` as at the start."""
         self._cancel = cancel
+        self._events.pace = pace
 
     def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on the request ends soon after its deadline, whatever the engine's thread does."""

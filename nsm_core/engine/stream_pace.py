@@ -10,23 +10,25 @@ from typing import Protocol
 SHARE = 0.25
 MAX_INTERVAL_S = 0.02  # for servers: people do not see it, and the loop gathers several tokens in it
 MEMORY = 8  # rounds, over which costs are averaged
+READER_TURNS = 3  # of the event loop, in which a reader that was woken has written its tokens
 LEAST_INTERVAL_S = 0.001  # of a timer; a shorter pause would not gather anything
 
 
 class TokenReceiver(Protocol):
     """Holds tokens that wait to be handed on."""
 
-    def hand_on(self) -> None:
-        """All of them, now."""
+    def hand_on(self) -> bool:
+        """All of them, now. Whether a reader was woken, which does the work in its own task."""
         ...
 
 
 class StreamPace:
     """Gathers the tokens of streams, so that all of them together take at most SHARE of the event loop's time.
 
-    With S streams whose tokens cost c seconds to hand on, a round takes S * c. Rounds begin at least S * c / SHARE and
-    at most `max_interval_s` after each other. If steps of the engine take longer than that, every token is handed on as
-    it comes. `max_interval_s` = 0: always. All methods belong to one event loop.
+    With S streams whose tokens cost c seconds to hand on, a round takes S * c; tasks that tokens wake are part of it.
+    Rounds begin at least S * c / SHARE and at most `max_interval_s` after each other. If steps of the engine take
+    longer than that, every token is handed on as it comes. `max_interval_s` = 0: always. All methods belong to one
+    event loop.
     """
 
     def __init__(self, max_interval_s: float = 0.0) -> None:
@@ -63,7 +65,15 @@ class StreamPace:
 
     def _hand_on(self, now: float) -> None:
         receivers, self._waiting = self._waiting, []
+        has_woken = False
         for receiver in receivers:
-            receiver.hand_on()
+            has_woken |= receiver.hand_on()
         self._last_round_at = now
-        self._round_s += (time.monotonic() - now - self._round_s) / MEMORY
+        self._end_round(now, READER_TURNS if has_woken and self._max_interval_s else 0)
+
+    def _end_round(self, started: float, num_turns: int) -> None:
+        """After so many turns of the loop: they are busy with the readers that were woken."""
+        if num_turns:
+            asyncio.get_running_loop().call_soon(self._end_round, started, num_turns - 1)
+        else:
+            self._round_s += (time.monotonic() - started - self._round_s) / MEMORY

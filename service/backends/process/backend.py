@@ -166,7 +166,7 @@ class ProcessBackend:
 
     def take_over(self, handle: GenerationHandle, *, move_on: MoveOn | None = None) -> None:
         """A request that another engine refused, before its first event; there is room."""
-        handle.move(self._cancel)
+        handle.move(self._cancel, self._pace)
         self._give(handle, move_on)
 
     def _give(self, handle: GenerationHandle, move_on: MoveOn | None) -> None:

@@ -9,6 +9,9 @@ from nsm_core.engine import stream_pace
 from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
 from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.token_text import TokenText
+from nsm_core.tokenizer import Tokenizer
+from tests.nsm_core.engine.harness import make_request
 
 
 class Clock:
@@ -29,11 +32,12 @@ class Receiver:
         self.num_handed_on = 0
         self.twice = asyncio.Event()
 
-    def hand_on(self) -> None:
+    def hand_on(self) -> bool:
         self._clock.now += self._cost_s
         self.num_handed_on += 1
         if self.num_handed_on == 2:
             self.twice.set()
+        return False
 
 
 @pytest.fixture
@@ -159,3 +163,32 @@ async def test_tokens_before_the_reader_is_back_are_left_to_it() -> None:
     await reader.task
     assert reader.taken == []
     assert reader.batches == [[token(1)], [token(2), token(3), END]]
+
+
+async def test_the_work_of_woken_readers_counts_and_their_tokens_come_together(
+    clock: Clock, tiny_tokenizer: Tokenizer
+) -> None:
+    pace, text = StreamPace(0.02), TokenText(tiny_tokenizer, make_request("a", max_tokens=1_000))
+    queue, sizes = EventQueue(pace, text), list[int]()
+
+    async def read() -> None:
+        async for batch in queue.batches():
+            clock.now += 0.004  # what a batch costs, however long it is
+            sizes.append(len(batch))
+
+    reading = asyncio.create_task(read())
+    for _ in range(400):
+        clock.now += 0.002
+        queue.put_id(65)
+        pace.step_ended()
+        if pace._timer is not None and clock.now - pace._last_round_at >= pace.interval_s:
+            pace._timer.cancel()
+            pace._hand_on_late()
+        for _ in range(6):
+            await asyncio.sleep(0)
+    queue.put(Finished(reason=FinishReason.LENGTH))
+    await reading
+    assert sum(sizes) == 401
+    assert sizes[0] == 1
+    assert pace.interval_s == pytest.approx(0.016, rel=0.05)
+    assert max(sizes[50:]) > 1
