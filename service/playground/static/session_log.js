@@ -32,12 +32,13 @@ async function readTurn(api, head, { version, numSampled, seed }, ids, end) {
   };
 }
 
-async function decode(api, head, tokens) {
+/** The text of tokens. */
+export async function decode(api, head, tokens) {
   return tokens.length === 0 ? "" : (await api.json("POST", "detokenize", { tokens, ...modelOf(head) })).prompt;
 }
 
 /** The file is read up to its state, which is the larger part by far and is not needed here. */
-async function readLog(api, sessionId) {
+export async function readLog(api, sessionId) {
   const response = await api.request("GET", sessionPath(sessionId, "export"));
   const reader = response.body.getReader();
   const prefix = await take(reader, [], PREFIX_BYTES);

@@ -5,6 +5,7 @@ import { textOf } from "./branches.js";
 import { asCurl, asMarkdown, asPython, copy, save } from "./copying.js";
 import { confirm } from "./dialogs.js";
 import { announce } from "./dom.js";
+import { rewindToAnswer } from "./forgotten_thoughts.js";
 import { scoreSession } from "./scoring.js";
 import { createSession, placeOf, titleOf, turnsUpTo } from "./session.js";
 import { drawnSeed } from "./turn_stream.js";
@@ -71,7 +72,7 @@ export class SessionTools {
     const index = turns.indexOf(turn);
     const before = index === 0 ? 0 : turns[index - 1].version;
     const kept = (version) => turns.slice(0, index).map((one, place) => (place === index - 1 ? { ...one, version } : one));
-    return this.pane.attempt(() => this.rewindTo({ to_version: before }, kept));
+    return this.pane.attempt(() => this.rewound((head) => rewindToAnswer(this.api, head, turn, before), kept));
   }
 
   /** Back to the end of a turn, or to one of its tokens; what came after it is deleted. */
@@ -80,13 +81,14 @@ export class SessionTools {
     const text = "What came after it is deleted from the session. A fork keeps it.";
     if (!(await confirm({ title, text, action: "Rewind" }))) return;
     const { turns } = this.pane;
-    await this.pane.attempt(() => this.rewindTo(placeOf(turn, piece, "to_"), (version) => turnsUpTo(turns, turn, piece, version)));
+    const rewind = (head) => this.api.json("POST", sessionPath(head.id, "rewind"), { ...placeOf(turn, piece, "to_"), expected_version: head.version });
+    await this.pane.attempt(() => this.rewound(rewind, (version) => turnsUpTo(turns, turn, piece, version)));
   }
 
-  /** `turnsAt(version)`: the turns that stay, once the session is at that version. */
-  async rewindTo(place, turnsAt) {
+  /** `rewind(head)` resolves to the new head. `turnsAt(version)`: the turns that stay, once the session is at that version. */
+  async rewound(rewind, turnsAt) {
     const { session } = this.pane;
-    session.head = await this.api.json("POST", sessionPath(session.head.id, "rewind"), { ...place, expected_version: session.head.version });
+    session.head = await rewind(session.head);
     session.turns = turnsAt(session.head.version);
     session.states = session.states.filter((state) => state.position <= session.head.position);
     this.pane.save();

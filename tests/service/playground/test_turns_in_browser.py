@@ -11,6 +11,7 @@ import httpx
 import pytest
 from playwright.async_api import Browser, expect
 
+from service.stores.sessions.key import SessionKey
 from tests.service.playground.test_sessions_in_browser import heads, two_turns
 from tests.support.browsers import Playground, playground
 from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
@@ -143,6 +144,28 @@ async def test_another_answer_has_another_seed_and_the_same_place(browser: Brows
         await expect(tab.pane().locator(".input")).to_have_text(["Hello", "And then"])
         seeds = [request.sampling.seed for request in backend.requests if request.sampling.max_tokens > 1]
         assert seeds[-1] not in seeds[:-1]
+
+
+@pytest.mark.parametrize("template", ["rwkv-v1", "rwkv-think-v1"])
+async def test_another_answer_after_a_thought_that_was_forgotten(browser: Browser, template: str) -> None:
+    """The second turn has read the first answer again without its thought: no version ends with it any more."""
+    opening = " <think" if template == "rwkv-think-v1" else ""
+    backend = FakeBackend(" <think>Hm, who?</think>\nEmma.".removeprefix(opening))
+    async with gateway(backend, is_live=True, chat_template=template) as server, playground(browser, server.url) as tab:
+        await tab.pane().get_by_role("button", name="Chat").click()
+        for number, text in enumerate(("Who?", "Sure?"), start=1):
+            await tab.send(text, max_tokens="100")
+            await tab.turns_end(number)
+        (head,) = await heads(server)
+        asked = (await server.client.get(f"/v1/sessions/{head['id']}")).json()
+        await tab.pane().locator(".turn-foot").last.get_by_role("button", name="Again").click()
+        await expect(tab.pane().locator(".pane-head")).to_contain_text("version 7")  # 2 and 2, a rewind, and 2
+        await tab.turns_end(2)
+        prompt = "User: Who?\n\nAssistant: Emma.\n\nUser: Sure?\n\nAssistant:" + opening
+        ids = await server.services.store.read_log(SessionKey("default", head["id"]))
+        assert server.services.backend.tokenizer.decode(ids[1:]).startswith(prompt)
+        assert asked["position"] == (await server.client.get(f"/v1/sessions/{head['id']}")).json()["position"]
+        await expect(tab.page.locator("#left-notice")).to_be_hidden()
 
 
 async def test_sessions_are_renamed_searched_and_deleted_in_the_list(browser: Browser) -> None:
