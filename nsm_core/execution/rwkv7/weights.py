@@ -14,6 +14,7 @@ from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
 from nsm_core.formats.int4_groups import Int4Rows, quantize_int4
+from nsm_core.formats.one_thread import one_thread
 from nsm_core.model.storage import quantize_rows
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
@@ -96,6 +97,7 @@ class Rwkv7Weights:
     `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor, OtherNumbersError.
     """
 
+    @one_thread()
     def __init__(
         self,
         model: Rwkv7Model,
