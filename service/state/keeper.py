@@ -241,7 +241,7 @@ class StateKeeper:
         state_bytes = hot.snapshot.header.state_bytes
         num_read = finished.prompt_tokens - finished.cached_tokens + finished.completion_tokens
         is_long = min(num_read, hot.num_unsaved) > tokens_worth(state_bytes, LONG_TURN_BYTES, self.limit)
-        num_written = state_bytes * self._snapshot_writes
+        num_written = round(state_bytes * self._snapshot_writes)
         return is_long or hot.num_unsaved > tokens_worth(num_written, BUSY_BYTES, self.limit)
 
     def _write(self, hot: HotState) -> None:

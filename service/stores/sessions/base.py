@@ -170,8 +170,8 @@ class SessionStore(TurnStore, Protocol):
     SessionBusy, LeaseLost, SnapshotCorrupt, StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`.
     """
 
-    snapshot_writes: int
-    """How often each byte of a snapshot reaches the disk."""
+    snapshot_writes: float
+    """Bytes that reach the disk for a byte of a snapshot."""
 
     async def open(self) -> None:
         """Connect, create or check the schema. Raises StoreUnavailable, or ConfigError for an unknown version."""

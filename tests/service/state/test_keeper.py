@@ -113,13 +113,13 @@ async def written(*all_turns: Any) -> None:
 
 @pytest.mark.parametrize(
     ("busy_bytes", "expected"),
-    [(90, 8), (1, 80), (0.01, 320)],
+    [(90, 8), (1, 84), (0.01, 320)],
     ids=["no sooner than after 8 limits", "by the bytes of the state", "no later than after 320"],
 )
 async def test_a_busy_session_gets_a_snapshot_after_many_tokens(
     busy_bytes: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States have 40 bytes, and SQLite writes them twice."""
+    """States have 40 bytes, and SQLite writes 2.1 for each."""
     monkeypatch.setattr(keeper, "BUSY_BYTES", busy_bytes)
     async with make_harness(exact(), policy=dataclasses.replace(POLICY, limit=1)) as harness:
         while (await newest(harness)).snapshot_version == 0:
