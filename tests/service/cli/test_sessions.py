@@ -29,9 +29,18 @@ def test_list_shows_the_newest_first(nsm: Nsm, model_dir: Path) -> None:
 def test_list_reads_as_many_pages_as_it_needs(nsm: Nsm, data_dir: Path) -> None:
     talk(nsm)
     with sqlite3.connect(data_dir / "sessions.db") as connection:
+        connection.row_factory = sqlite3.Row
         (row,) = connection.execute("SELECT * FROM sessions").fetchall()
-        rows = [(row[0], f"s{number}", 0, 0, number, number, *row[6:]) for number in range(230)]
-        connection.executemany(f"INSERT INTO sessions VALUES ({', '.join('?' * len(row))})", rows)
+        for index in range(230):
+            changed = {
+                "session_id": f"s{index}",
+                "number": row["number"] + 1 + index,
+                "created_at": index,
+                "updated_at": index,
+            }
+            copy = {**row, **changed, "version": 0, "position": 0}
+            marks = ", ".join(f":{name}" for name in copy)
+            connection.execute(f"INSERT INTO sessions ({', '.join(copy)}) VALUES ({marks})", copy)
     connection.close()
     assert len(json.loads(nsm("sessions", "list", "--json").stdout)) == 20
     ids = [session["id"] for session in json.loads(nsm("sessions", "list", "--limit", 225, "--json").stdout)]
