@@ -23,14 +23,14 @@ from service.state.resume import ResumedSession, TurnRequest, require_version, r
 from service.stores.sessions.base import LogPoint, SessionHead, SessionStore
 from service.stores.sessions.codec import naming
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.turn_records import TurnRecord, TurnStart
+from service.stores.sessions.turn_records import REPEATABLE, TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Source
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
 from service.turns.execution import SecondStart, TurnExecution
-from service.turns.lease import HeldLease, Leases
+from service.turns.lease import NO_CHUNKS, HeldLease, Leases
 from service.turns.turn import Turn
 
 logger = logging.getLogger("nsm.turns")
@@ -55,15 +55,29 @@ class TurnAdmission:
     async def take_lease(self, key: SessionKey, turn: Turn, request: TurnRequest | None = None) -> HeldLease:
         """With the request's record, or that of the turn it is a retry of.
 
-        Raises SessionBusy, NotFound, VersionConflict or StoreUnavailable.
+        Raises SessionBusy, NotFound, VersionConflict, StateMismatch or StoreUnavailable.
         """
         started = time.monotonic()
         start = None if request is None else self.start_of(request)
         with _count_failures(self.metrics), _naming_version():
             hot = await self.keeper.find(key)
+            if hot is None and start is not None:
+                await self._require_own_model(await self.store.get(key), start)
             held = await self.leases.take(key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records)
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
+
+    async def _require_own_model(self, head: SessionHead, start: TurnStart) -> None:
+        """Raises StateMismatch before the record begins, which would end an unfinished turn that the other model can
+        still go on with. The result of a turn that is there already needs no model.
+        """
+        if start.identity is not None and head.model_fingerprint != self.backend.model.fingerprint:
+            record = await self.store.get_turn(
+                head.key, identity=start.identity, first_chunk=NO_CHUNKS, with_request=False
+            )
+            if record is not None and record.status in REPEATABLE:
+                return
+        await require_own_model(head, self.backend.model, tokenizer_fingerprint=self.backend.tokenizer.fingerprint)
 
     def start_of(self, request: TurnRequest) -> TurnStart:
         """For the store."""
@@ -77,8 +91,10 @@ class TurnAdmission:
 
     async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
         """The same under a lease that was taken without it."""
+        start = self.start_of(request)
         with _count_failures(self.metrics), _naming_version():
-            return await held.begin_turn(self.start_of(request), max_records=self.max_records)
+            await self._require_own_model(held.stored.head, start)
+            return await held.begin_turn(start, max_records=self.max_records)
 
     async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> TurnExecution:
         """A new turn, whose record was begun; a refusal leaves no record."""

@@ -72,6 +72,26 @@ async def test_R3_sessions_of_another_model_are_refused_until_they_are_moved(tmp
         assert again["session"]["version"] == 2
 
 
+async def test_R3_a_refused_request_leaves_an_unfinished_turn_to_its_model(tmp_path: Path) -> None:
+    unfinished = {"input": " and then", "max_tokens": 20_000, "stream": True, "seed": 7}
+    async with running(OLD, tmp_path) as server:
+        await server.say_once("known", OPENING, **TURN)
+        server.client.headers.update({"Idempotency-Key": "unfinished"})
+        await server.kill_in_mid_stream("known", " and then", seed=7)
+    async with running(NEW, tmp_path) as server:
+        await refused(server, "/v1/sessions/known/generate", input="Chapter two.", max_tokens=8)
+        await refused(server, "/v1/sessions/known/append", input="Chapter two.")
+    async with running(OLD, tmp_path) as server:
+        headers = {"Idempotency-Key": "unfinished"}
+        path = "/v1/sessions/known/generate"
+        async with server.client.stream("POST", path, json=unfinished, headers=headers) as stream:
+            assert stream.status_code == 200
+            assert '"finish_reason":null' in await anext(
+                line async for line in stream.aiter_lines() if line.startswith("data:")
+            )
+        assert "nsm_turn_takeover_total 1.0" in (await server.client.get("/metrics")).text
+
+
 async def test_R3_migrated_sessions_go_on_from_a_state_of_the_new_model(tmp_path: Path) -> None:
     async with running(OLD, tmp_path) as server:
         await server.say_once("known", OPENING, **TURN)
