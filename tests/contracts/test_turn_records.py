@@ -136,6 +136,20 @@ async def test_what_was_refused_before_it_began_leaves_nothing(store: SessionSto
     assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
 
 
+async def test_an_ended_turn_whose_place_a_later_one_takes_is_forgotten(store: SessionStore) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.end_turn(lease, ended(), status="failed")
+    await begin(store, lease, "t2")
+    await store.append_turn(lease, "t2", index=0, chunk=b"x")
+    await store.forget_turn(lease, "t1")
+    assert await store.get_turn(KEY, turn_id="t1") is None
+    running = await store.get_turn(KEY, turn_id="t2")
+    assert running is not None
+    assert (running.status, running.chunks) == ("running", (b"x",))
+
+
 async def test_D8_a_stale_holder_writes_no_turn(store: SessionStore, clock: Clock) -> None:
     await create(store)
     stale = (await acquire(store)).lease

@@ -98,6 +98,9 @@ class SqliteTurns:
                 running = _get_running(connection, head.key)
                 if running is not None and running.turn_id == turn_id:
                     _clear_running(connection, head.key)
+                else:
+                    row_ids = row_ids_of(connection, head.key)
+                    connection.execute(f"DELETE FROM turns WHERE {OWN} AND turn_id = ?", (*row_ids, turn_id))
 
         await self._database.write_short(work, is_synced=False)
 

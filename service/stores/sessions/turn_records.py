@@ -96,7 +96,9 @@ class TurnStore(Protocol):
         ...
 
     async def forget_turn(self, lease: Lease, turn_id: str) -> None:
-        """The record of a turn that was refused before it began. Raises LeaseLost or NotFound."""
+        """The record of a turn that was refused before it began, or whose place a later one takes; nothing for a turn
+        without one. Raises LeaseLost or NotFound.
+        """
         ...
 
     async def get_turn(
