@@ -100,6 +100,8 @@ class TurnAdmission:
         """A new turn, whose record was begun; a refusal leaves no record."""
         try:
             num_own_bytes = 0 if held.record is None else len(held.record.request)
+            if num_own_bytes <= self.store.max_uncounted_request:
+                num_own_bytes = 0
             await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=num_own_bytes)
             start = await self._resume(held, request)
             return await self._submit(turn, held, start, request, functools.partial(self._ask, request))

@@ -172,6 +172,8 @@ class SessionStore(TurnStore, Protocol):
 
     snapshot_writes: float
     """Bytes that reach the disk for a byte of a snapshot."""
+    max_uncounted_request: int
+    """The request of a running turn of at most so many bytes is not counted as stored."""
 
     async def open(self) -> None:
         """Connect, create or check the schema. Raises StoreUnavailable, or ConfigError for an unknown version."""

@@ -24,6 +24,7 @@ class QuotaStore:
         self._store = store
         self._quotas = quotas
         self.snapshot_writes = store.snapshot_writes
+        self.max_uncounted_request = store.max_uncounted_request
         self.open, self.close = store.open, store.close
         self.get, self.load, self.update, self.delete = store.get, store.load, store.update, store.delete
         self.acquire, self.renew, self.release = store.acquire, store.renew, store.release

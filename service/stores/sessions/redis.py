@@ -109,6 +109,7 @@ class RedisSessionStore:
         self.keys = Keyspace(address.prefix)
         self.client = RedisClient(address)
         self.snapshot_writes = 1.0  # the append-only file
+        self.max_uncounted_request = 0
         self._largest_bytes = 0  # of the snapshots that were to be written here
         self._index = TenantIndex(self.client, self.keys)
         self.shed_snapshots = RedisShedding(self.client, self.keys, self._index.put_soon).shed_snapshots

@@ -101,6 +101,7 @@ class SqliteSessionStore:
     ) -> None:
         self._clock = clock
         self.snapshot_writes = 2.1  # log and file with their pages' own bytes: `stop` of benchmarks.turn_commit
+        self.max_uncounted_request = 4096  # see the trigger `usage_of_request`
         self._replace_snapshot = functools.partial(replace_snapshot, is_in_memory=path is None)
         self.database: Database = MemoryDatabase()
         if path is not None:

@@ -38,6 +38,7 @@ class Wire:
 
     def __init__(self, store: SqliteSessionStore) -> None:
         self.snapshot_writes = store.snapshot_writes
+        self.max_uncounted_request = store.max_uncounted_request
         self.is_cut = False
         self._store = store
 
