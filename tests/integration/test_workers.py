@@ -144,6 +144,7 @@ async def test_one_scrape_tells_of_all_processes(server: Server) -> None:
         async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
             assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 3})).status_code == 200
 
+    await eventually(are_all_reported, seconds=WAIT_S)  # those of the tests before
     before = {name: await number(name) for name in (ended, gaps)}
     for _ in range(6):
         await ask()

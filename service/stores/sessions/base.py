@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
-from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
 from service.stores.sessions.retention import RetainedSnapshot
@@ -25,6 +24,9 @@ from service.stores.sessions.transitions import LogTail as LogTail
 from service.stores.sessions.transitions import NewSession as NewSession
 from service.stores.sessions.transitions import Rewind as Rewind
 from service.stores.sessions.turn_records import TurnRecord, TurnStart, TurnStore
+
+if TYPE_CHECKING:
+    from nsm_core.state.snapshot import Snapshot
 
 DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
 

@@ -35,7 +35,6 @@ def run(model: Path, cwd: Path, *arguments: str, **variables: str) -> subprocess
         ("info",),
         ("generate", "It was", "--max-tokens", "2"),
         ("keys", "new", "--tenant", "a"),
-        ("sessions", "list", "--data-dir", "data"),
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -44,6 +43,11 @@ def test_X9_commands_that_need_no_directory_run_without_a_home(
 ) -> None:
     done = run(model_dir, tmp_path, *arguments)
     assert (done.returncode, "rror" in done.stderr) == (0, False), done.stderr
+
+
+def test_X9_a_directory_that_is_named_needs_no_home(tmp_path: Path, model_dir: Path) -> None:
+    done = run(model_dir, tmp_path, "sessions", "list", "--data-dir", "data")
+    assert (done.returncode, done.stderr.strip()) == (1, f"nsm: there is no session store {tmp_path}/data/sessions.db")
 
 
 @pytest.mark.parametrize(
