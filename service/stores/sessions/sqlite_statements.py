@@ -59,10 +59,15 @@ def row_id_of(number: int, index: int) -> int:
     return number << 32 | index
 
 
-def row_ids_of(connection: sqlite3.Connection, key: SessionKey) -> tuple[int, int]:
-    """The first and the last row id that rows of the session may have: the parameters of OWN."""
-    (number,) = connection.execute(f"SELECT number FROM sessions WHERE {ONE}", key).fetchone()
+def row_ids_of_number(number: int) -> tuple[int, int]:
+    """The first and the last row id that rows of session `number` may have: the parameters of OWN."""
     return row_id_of(number, 0), row_id_of(number + 1, 0) - 1
+
+
+def row_ids_of(connection: sqlite3.Connection, key: SessionKey) -> tuple[int, int]:
+    """The same of the session with this key."""
+    (number,) = connection.execute(f"SELECT number FROM sessions WHERE {ONE}", key).fetchone()
+    return row_ids_of_number(number)
 
 
 def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionHead:
@@ -102,7 +107,7 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     for table in BY_KEY:  # left by damage; they would be taken for the new session's
         connection.execute(f"DELETE FROM {table} WHERE {ONE}", key)
     for table in BY_ROW_ID:
-        connection.execute(f"DELETE FROM {table} WHERE {OWN}", (row_id_of(number, 0), row_id_of(number + 1, 0) - 1))
+        connection.execute(f"DELETE FROM {table} WHERE {OWN}", row_ids_of_number(number))
     names = HEAD_COLUMNS.split(", ")
     values = [json.dumps(dict(head.metadata)) if name == "metadata" else getattr(head, name) for name in names]
     placeholders = ", ".join("?" * (len(names) + 1))

@@ -20,8 +20,8 @@ from service.stores.sessions.sqlite_statements import (
     get_head,
     held_head,
     lease_left_s,
-    row_id_of,
     row_ids_of,
+    row_ids_of_number,
 )
 from service.stores.sessions.turn_records import (
     ABANDONED_S,
@@ -184,7 +184,7 @@ def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
     """Inside the caller's transaction."""
     due = connection.execute("SELECT number FROM sessions WHERE records_due_at <= ?", (now,)).fetchall()
     for (number,) in due:
-        row_ids = (row_id_of(number, 0), row_id_of(number + 1, 0) - 1)
+        row_ids = row_ids_of_number(number)
         connection.execute(f"DELETE FROM turns WHERE {OWN} AND expires_at <= ?", (*row_ids, now))
         first = f"SELECT min(expires_at) FROM turns WHERE {OWN}"
         connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE number = ?", (*row_ids, number))
