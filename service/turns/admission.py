@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import EngineDead, NotFound, NsmError, Overloaded, SnapshotCorrupt, StateMismatch, VersionConflict
@@ -22,15 +22,16 @@ from service.state.rebuild import LostState, read_replay
 from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_after, resume_known
 from service.stores.sessions.base import LogPoint, SessionHead, SessionStore
 from service.stores.sessions.codec import naming
+from service.stores.sessions.errors import OtherModel
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.turn_records import REPEATABLE, TurnRecord, TurnStart
+from service.stores.sessions.turn_records import TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.sessions import Source
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
 from service.turns.execution import SecondStart, TurnExecution
-from service.turns.lease import NO_CHUNKS, HeldLease, Leases
+from service.turns.lease import HeldLease, Leases
 from service.turns.turn import Turn
 
 logger = logging.getLogger("nsm.turns")
@@ -59,25 +60,25 @@ class TurnAdmission:
         """
         started = time.monotonic()
         start = None if request is None else self.start_of(request)
-        with _count_failures(self.metrics), _naming_version():
-            hot = await self.keeper.find(key)
-            if hot is None and start is not None:
-                await self._require_own_model(await self.store.get(key), start)
-            held = await self.leases.take(key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records)
+        async with self._naming_model():
+            with _naming_version():
+                hot = await self.keeper.find(key)
+                held = await self.leases.take(
+                    key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records
+                )
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
-    async def _require_own_model(self, head: SessionHead, start: TurnStart) -> None:
-        """Raises StateMismatch before the record begins, which would end an unfinished turn that the other model can
-        still go on with. The result of a turn that is there already needs no model.
-        """
-        if start.identity is not None and head.model_fingerprint != self.backend.model.fingerprint:
-            record = await self.store.get_turn(
-                head.key, identity=start.identity, first_chunk=NO_CHUNKS, with_request=False
-            )
-            if record is not None and record.status in REPEATABLE:
-                return
-        await require_own_model(head, self.backend.model, tokenizer_fingerprint=self.backend.tokenizer.fingerprint)
+    @contextlib.asynccontextmanager
+    async def _naming_model(self) -> AsyncIterator[None]:
+        """A store knows no names of models."""
+        with _count_failures(self.metrics):
+            try:
+                yield
+            except OtherModel as error:
+                tokenizer_fingerprint = self.backend.tokenizer.fingerprint
+                await require_own_model(error.head, self.backend.model, tokenizer_fingerprint=tokenizer_fingerprint)
+                raise
 
     def start_of(self, request: TurnRequest) -> TurnStart:
         """For the store."""
@@ -86,18 +87,19 @@ class TurnAdmission:
             identity=request.identity,
             digest=request.digest,
             base_version=request.expected_version,
+            model_fingerprint=self.backend.model.fingerprint,
             request=encode_request(request, model_fingerprint=self.backend.model.fingerprint),
         )
 
-    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
-        """The same under a lease that was taken without it."""
+    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord | None:
+        """The same under a lease that was taken without it: see HeldLease.record."""
         start = self.start_of(request)
-        with _count_failures(self.metrics), _naming_version():
-            await self._require_own_model(held.stored.head, start)
-            return await held.begin_turn(start, max_records=self.max_records)
+        async with self._naming_model():
+            with _naming_version():
+                return await held.begin_turn(start, max_records=self.max_records)
 
     async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> TurnExecution:
-        """A new turn, whose record was begun; a refusal leaves no record."""
+        """A new turn, whose record was begun or is due; a refusal leaves no record."""
         try:
             num_own_bytes = 0 if held.record is None else len(held.record.request)
             if num_own_bytes <= self.store.max_uncounted_request:
@@ -172,6 +174,12 @@ class TurnAdmission:
                 raise
             first = await start_again()  # the engine with the state is full or has ended
         generation, start, generation_request = first.generation, first.start, first.request
+        if request.is_resumable:  # its client may read on by the record from now on
+            try:
+                await held.begin_due_turn()
+            except BaseException:
+                generation.cancel()
+                raise
         replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(
             generation,

@@ -78,18 +78,20 @@ async def append_to_session(
             require_version(held.stored.head, request.expected_version)
         if request.replaces is not None:
             await held.forget_turn(request.replaces)
-        record = await turns.begin_record(held, _as_turn(request))
-        require_same(record.digest, request.digest)
-        if record.status == "committed":
-            return _appended_before(held.stored.head, record)
-        try:  # an earlier try whose process was lost is done again, under its own record
+        record, turn_id = await turns.begin_record(held, _as_turn(request)), request.request_id
+        if record is not None:
+            require_same(record.digest, request.digest)
+            if record.status == "committed":
+                return _appended_before(held.stored.head, record)
+            turn_id = record.turn_id  # an earlier try whose process was lost is done again, under its own record
+        try:
             ttl_s = turns.record_ttl_s
             return await _append(
-                turns.keeper, backend, store, tenants, request, turn, held, turn_id=record.turn_id, ttl_s=ttl_s
+                turns.keeper, backend, store, tenants, request, turn, held, turn_id=turn_id, ttl_s=ttl_s
             )
         except BaseException:
             with contextlib.suppress(NsmError):
-                await held.forget_turn(record.turn_id)
+                await held.forget_turn(turn_id)
             raise
 
 

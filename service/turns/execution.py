@@ -78,6 +78,8 @@ class TurnExecution:
             finished, tokens = await self._sample()
             again = await self._admitted_again(finished) if len(tokens) == len(self.earlier) else None
             return await (self._commit_or_fail(finished, tokens) if again is None else again.execute())
+        except NsmError as refusal:
+            return await self._fail(Finished(reason=FinishReason.ERROR), refusal)
         except Exception:
             request_id = self.request.request_id
             logger.exception("request %s failed", request_id)
@@ -116,6 +118,8 @@ class TurnExecution:
         """The session stays where it is, and the record tells why; that of a turn handed over still runs."""
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
         if isinstance(error, HandedOver):
+            with contextlib.suppress(NsmError):  # whoever goes on with it starts from its record
+                await self.held.begin_due_turn()
             self.metrics.sessions.turn_handed_over()
         elif isinstance(error, LeaseLost):
             error = await self._fate(error)
@@ -139,6 +143,7 @@ class TurnExecution:
                 self.border_states.extend(event for event in batch if isinstance(event, PromptState))
                 tokens = [event for event in batch if isinstance(event, TokenEvent)]
                 if tokens:
+                    await self.held.begin_due_turn()
                     log.put(map(stored_token, tokens))
                     self.turn.put(tokens)
                 if isinstance(batch[-1], Finished):

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
@@ -29,12 +29,20 @@ RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
 NO_CHUNKS = 2**31 - 1  # the record without its chunks
 
 
+class DueTurn(NamedTuple):
+    """A turn whose record is still to begin."""
+
+    start: TurnStart
+    max_records: int
+
+
 class HeldLease:
     """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`.
 
-    `record`: of the turn that began with it, or of the one that its request is a retry of; None where none was to.
-    `state_format`: how the state that is committed under it is to be stored. `hot`: the state of the head that the
-    caller had, None where it had none or an older one; `border`: see HotState.
+    `record`: of the turn that began with it, or of the one that its request is a retry of; None where none was to, or
+    where another turn was abandoned: that one stays until `begin_due_turn`, or a write. `state_format`: how the state
+    that is committed under it is to be stored. `hot`: the state of the head that the caller had, None where it had none
+    or an older one; `border`: see HotState.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class HeldLease:
         hot: Snapshot | None = None,
         border: Snapshot | None = None,
         replica: str = "",
+        due: DueTurn | None = None,
     ) -> None:
         self.stored = leased.stored
         self.hot = hot if leased.is_known else None
@@ -58,6 +67,7 @@ class HeldLease:
         self.state_format = state_format
         self._max_retained = max_retained
         self.record = leased.record
+        self._due = due if leased.record is None else None
         self.fence = leased.lease.fence
         self.has_written = False
         self._replica = replica
@@ -86,14 +96,25 @@ class HeldLease:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
         return await self._write(self._store.rewind, rewind)
 
-    async def begin_turn(self, start: TurnStart, *, max_records: int) -> TurnRecord:
-        """`SessionStore.begin_turn` under this lease, as for the next."""
-        return await self._store.begin_turn(self._lease, start, max_records=max_records)
+    async def begin_turn(self, start: TurnStart, *, max_records: int) -> TurnRecord | None:
+        """`record` of a turn that begins under this lease."""
+        self.record = await self._store.begin_turn(self._lease, start, max_records=max_records, ends_abandoned=False)
+        self._due = DueTurn(start, max_records) if self.record is None else None
+        return self.record
+
+    async def begin_due_turn(self) -> None:
+        """Ends the abandoned turn that still stands in the place of this lease's own. Raises NotFound or LeaseLost."""
+        if self._due is not None:
+            self.record = await self._store.begin_turn(self._lease, self._due.start, max_records=self._due.max_records)
+            self._due = None
 
     async def append_turn(self, turn_id: str, *, index: int, chunk: bytes) -> bool:
+        """`SessionStore.append_turn` under this lease, as for the next."""
         return await self._store.append_turn(self._lease, turn_id, index=index, chunk=chunk)
 
     async def end_turn(self, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
+        if self._due is not None:  # it has no record: the abandoned one can still be continued
+            return
         await self._store.end_turn(self._lease, ended, status=status)
 
     async def forget_turn(self, turn_id: str) -> None:
@@ -123,6 +144,7 @@ class HeldLease:
     async def _write(self, write: Callable[[Lease, Change], Awaitable[SessionHead]], change: Change) -> SessionHead:
         await self._stop_renewing()  # a renewal that comes after the commit would look like a lost lease
         try:
+            await self.begin_due_turn()
             head = await write(self._lease, change)
         except LeaseLost:
             self._is_over = True
@@ -232,4 +254,5 @@ class Leases:
             hot=None if hot is None else hot.snapshot,
             border=None if hot is None else hot.border,
             replica=self._replica,
+            due=None if start is None else DueTurn(start, max_records),
         )

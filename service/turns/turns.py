@@ -123,8 +123,8 @@ class TurnRegistry:
             return known
         try:
             async with self._holding(request.key, request) as (turn, held):
-                record = _begun(held)
-                if record.turn_id == request.request_id:
+                record = held.record
+                if record is None or record.turn_id == request.request_id:
                     return self._run(await self._opening.begin(turn, held, request))
                 require_same(record.digest, request.digest)
                 if record.status == "running":
@@ -232,9 +232,9 @@ class TurnRegistry:
 
         return self._reserved(key, take, is_hot=is_hot)
 
-    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
+    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord | None:
         """For work inside `exclusive` that a retry may ask for again: its record, or that of the first try. Whoever
-        gets a running one commits with its result, or forgets it. Raises VersionConflict.
+        gets a running one, or None, commits with its result or forgets it. Raises VersionConflict or StateMismatch.
         """
         return await self._opening.begin_record(held, request)
 
@@ -351,12 +351,6 @@ class TurnRegistry:
                     await run.held.give_back()
                 finally:
                     self._release(head.key, end)
-
-
-def _begun(held: HeldLease) -> TurnRecord:
-    if held.record is None:
-        raise RuntimeError("the lease was taken without the turn's record")
-    return held.record
 
 
 def require_same(first: str, digest: str) -> None:

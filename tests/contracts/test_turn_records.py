@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from nsm_core.errors import LeaseLost, NotFound, VersionConflict
-from service.stores.sessions.base import Lease, Rewind, SessionHead, SessionStore
+from nsm_core.errors import LeaseLost, NotFound, StateMismatch, VersionConflict
+from service.stores.sessions.base import Lease, LeasedSession, Rewind, SessionHead, SessionStore
+from service.stores.sessions.errors import OtherModel
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from tests.support.snapshots import make_snapshot
@@ -20,7 +21,7 @@ MANY = 16
 
 
 def start_of(turn_id: str = "t1", *, identity: str | None = None, **fields: Any) -> TurnStart:
-    values = {"digest": "d", "base_version": None, "request": b'{"input": "\xff"}', **fields}
+    values = {"digest": "d", "base_version": None, "model_fingerprint": "m1", "request": b'{"input": "\xff"}', **fields}
     return TurnStart(turn_id=turn_id, identity=identity, **values)
 
 
@@ -29,7 +30,9 @@ def ended(turn_id: str = "t1", result: bytes = b"result\x00\xff") -> EndedTurn:
 
 
 async def begin(store: SessionStore, lease: Lease, turn_id: str = "t1", **fields: Any) -> TurnRecord:
-    return await store.begin_turn(lease, start_of(turn_id, **fields), max_records=MANY)
+    record = await store.begin_turn(lease, start_of(turn_id, **fields), max_records=MANY)
+    assert record is not None
+    return record
 
 
 async def get(store: SessionStore, turn_id: str = "t1", **fields: Any) -> TurnRecord:
@@ -412,3 +415,75 @@ async def test_a_turn_at_another_version_gets_no_lease(store: SessionStore) -> N
         await store.acquire(KEY, holder="h1", lease_s=LEASE_S, start=start_of(base_version=0), max_records=MANY)
     assert await store.get_turn(KEY, turn_id="t1") is None
     await acquire(store)  # nobody has it
+
+
+async def take(store: SessionStore, start: TurnStart, *, holder: str = "h1") -> LeasedSession:
+    return await store.acquire(KEY, holder=holder, lease_s=LEASE_S, start=start, max_records=MANY)
+
+
+async def test_R3_a_turn_of_another_model_gets_no_lease_and_leaves_an_unfinished_one(
+    store: SessionStore, clock: Clock
+) -> None:
+    await commit(store, await create(store))
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    clock.advance(LEASE_S + 1)
+    with pytest.raises(OtherModel) as caught:
+        await take(store, start_of("t2", model_fingerprint="m2"))
+    assert (caught.value.head.version, caught.value.head.model_fingerprint) == (1, "m1")
+    assert isinstance(caught.value, StateMismatch)
+    assert ((await get(store)).status, (await get(store)).chunks) == ("running", (b"x",))
+    lease = (await acquire(store)).lease  # nobody has it
+    with pytest.raises(OtherModel):
+        await begin(store, lease, "t2", model_fingerprint="m2")
+    assert (await get(store)).status == "running"
+
+
+async def test_a_result_that_is_there_is_found_whatever_model_runs(store: SessionStore) -> None:
+    head = await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await commit_under(store, lease, head, turn=ended())
+    found = (await take(store, start_of("t2", identity="key:k", model_fingerprint="m2"))).record
+    assert found is not None
+    assert (found.turn_id, found.status) == ("t1", "committed")
+
+
+async def test_a_session_without_a_text_may_be_any_models(store: SessionStore) -> None:
+    await create(store)
+    assert (await take(store, start_of(model_fingerprint="m2"))).record is not None
+
+
+@pytest.mark.parametrize("identity", [None, "key:other"])
+async def test_an_abandoned_turn_stays_until_another_one_takes_its_place(
+    store: SessionStore, clock: Clock, identity: str | None
+) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    clock.advance(LEASE_S + 1)
+    other = start_of("t2", identity=identity)
+    leased = await take(store, other)
+    assert leased.record is None
+    assert await store.begin_turn(leased.lease, other, max_records=MANY, ends_abandoned=False) is None
+    await store.forget_turn(leased.lease, "t2")
+    assert ((await get(store)).status, (await get(store)).chunks) == ("running", (b"x",))
+    assert await store.get_turn(KEY, turn_id="t2") is None
+    await begin(store, leased.lease, "t2", identity=identity)
+    assert ((await get(store)).status, (await get(store)).chunks) == ("failed", ())
+    assert (await get(store, "t2")).status == "running"
+    await commit_under(store, leased.lease, leased.stored.head, turn=ended("t2"))
+    assert (await get(store, "t2")).status == "committed"
+
+
+async def test_a_retry_of_an_abandoned_turn_gets_its_record(store: SessionStore, clock: Clock) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    clock.advance(LEASE_S + 1)
+    found = (await take(store, start_of("t2", identity="key:k"))).record
+    assert found is not None
+    assert (found.turn_id, found.status, found.chunks) == ("t1", "running", (b"x",))

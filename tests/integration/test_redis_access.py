@@ -146,7 +146,8 @@ async def every_call(store: RedisSessionStore) -> None:
     assert await store.list_tenants() == ("a",)
     await store.check_writable()
     for number in range(2):  # the second finds the record of the first
-        start = TurnStart(turn_id=f"t{number}", identity=None, digest="d", base_version=None, request=b"{}")
+        names = {"turn_id": f"t{number}", "identity": None, "digest": "d", "model_fingerprint": "m1"}
+        start = TurnStart(**names, base_version=None, request=b"{}")
         leased = await store.acquire(KEY, holder="h", lease_s=1.0, start=start, max_records=1)
         await store.append_turn(leased.lease, start.turn_id, index=0, chunk=b"x")
         await store.end_turn(leased.lease, EndedTurn(turn_id=start.turn_id, result=b"", ttl_s=1.0), status="failed")

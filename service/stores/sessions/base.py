@@ -119,7 +119,7 @@ class LeasedSession:
     """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`.
 
     `is_known`: the head is the one that the caller knows; neither snapshot nor tail were read. `record`: what
-    `begin_turn` would have given, None when no turn was to begin.
+    `begin_turn` without `ends_abandoned` would have given; None also when no turn was to begin.
     """
 
     lease: Lease
@@ -225,8 +225,8 @@ class SessionStore(TurnStore, Protocol):
         """Take the lease and load as `load` does, in one round trip. `holder` names one turn, not a process.
 
         `known`: the version whose state the caller has. If it is the head's, no snapshot is read. `start`,
-        `max_records`: a turn that begins in the same transition, as by `begin_turn`; at another version than it names
-        (VersionConflict) there is no lease either.
+        `max_records`: a turn that begins in the same transition, as by `begin_turn` without `ends_abandoned`. At
+        another version or of another model than it names (VersionConflict, OtherModel) there is no lease either.
 
         Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
         what remains of that lease, at most 1 s. Raises LogCorrupt, and gives no lease, when number or length of the

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from nsm_core.errors import LeaseLost, LogCorrupt, NotFound, SessionBusy, VersionConflict
+from nsm_core.errors import LeaseLost, LogCorrupt, NotFound, SessionBusy, StateMismatch, VersionConflict
 from service.messages import quoted
 from service.stores.sessions.base import Lease, SessionHead
 
 MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
+
+
+class OtherModel(StateMismatch):
+    """A turn would begin on a session whose text another model made. `head`: of the session."""
+
+    def __init__(self, head: SessionHead) -> None:
+        super().__init__(f"session {head.session_id!r} was made by another model")
+        self.head = head
 
 
 def not_found(session_id: str) -> NotFound:
@@ -48,3 +56,9 @@ def require_version(head: SessionHead, expected_version: int) -> None:
         raise VersionConflict(
             f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
         )
+
+
+def require_model(head: SessionHead, model_fingerprint: str) -> None:
+    """Raises OtherModel. An empty session may be any model's."""
+    if head.num_log_tokens and head.model_fingerprint != model_fingerprint:
+        raise OtherModel(head)

@@ -92,7 +92,7 @@ from service.stores.sessions.redis_fields import (
 )
 from service.stores.sessions.redis_index import IndexEntry, TenantIndex
 from service.stores.sessions.redis_shedding import RedisShedding
-from service.stores.sessions.redis_turns import RedisTurns, begun_or_found, start_fields
+from service.stores.sessions.redis_turns import RedisTurns, begun_or_found, require_begun, start_fields
 from service.stores.sessions.retention import RetainedSnapshot
 from service.stores.sessions.turn_records import TurnStart
 
@@ -204,7 +204,7 @@ class RedisSessionStore:
     ) -> LeasedSession:
         keys, nonce = self.keys.session(key), _nonce()
         known_field = "" if known is None else f"{to_us(known.created_at)}:{known.version}"
-        turn_fields = () if start is None else start_fields(start, max_records)
+        turn_fields = () if start is None else start_fields(start, max_records, ends_abandoned=False)
         values = (holder, nonce, to_us(lease_s), known_field, *turn_fields)
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
@@ -216,8 +216,8 @@ class RedisSessionStore:
             answer, raw = await self.client.call(work)
             if answer[0] == b"busy":
                 raise session_busy(key.session_id, int(answer[1]) / MICROSECONDS)
-            if answer[0] == b"conflict" and start is not None and start.base_version is not None:
-                require_version(_require_head(answer[1], key).head, start.base_version)
+            if start is not None and answer[0] in (b"conflict", b"other_model"):
+                require_begun(answer[0], start, _require_head(answer[1], key).head)
             stored, tail = _read_tail(answer, key)
         lease, retained = lease_of(stored, holder), tuple(slot.snapshot for slot in stored.retained)
         record = None if start is None else begun_or_found(answer[4], start, stored.head)

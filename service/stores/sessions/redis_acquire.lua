@@ -1,7 +1,7 @@
 #!lua
 -- ARGV: holder, nonce, lease_us (duration), "created_us:version" whose log the caller has in its state ('' for none);
--- and of a turn that is about to begin: turn_id, identity, digest, base_version ('' for the head's), max_records,
--- request. The answer then ends with its record, see redis_turns.lua.
+-- and of a turn that is about to begin: the arguments of begin_record. The answer then ends with its record, see
+-- redis_turns.lua.
 local head = read_head()
 if not head then return {'not_found'} end
 local now = clock_us()
@@ -19,7 +19,7 @@ local record, changes, has_turns = false, {}, true
 if ARGV[5] then
   has_turns = redis.call('EXISTS', turns_key) == 1
   record, changes = begin_record(head, unpack(ARGV, 5))
-  if record[1] == 'conflict' then return answer('conflict') end
+  if record[1] == 'conflict' or record[1] == 'other_model' then return answer(record[1]) end
 end
 if not is_again then
   changes.holder, changes.lease_nonce = ARGV[1], ARGV[2]

@@ -147,8 +147,8 @@ local function show_turn(head, turn, now, first_chunk, is_brief)
 end
 
 -- A new record, or one that stands in its way: an answer for its caller, and the changes of the head. `base`: '' for the
--- head's.
-local function begin_record(head, id, identity, digest, base, max_records, request)
+-- head's; `model`: fingerprint of the one that is to run it; `ends_abandoned`: '1' or '0'.
+local function begin_record(head, id, identity, digest, base, model, ends_abandoned, max_records, request)
   local now = clock_us()
   local turns = read_turns(now)
   local running = find_running(turns)
@@ -156,6 +156,8 @@ local function begin_record(head, id, identity, digest, base, max_records, reque
   local found = running and running.id == id and running or find_repeatable(turns, identity, digest)
   if found then return show_turn(head, found, now, 0), {} end
   if base ~= '' and base ~= head.version then return {'conflict'}, {} end
+  if tonumber(head.num_log_tokens) > 0 and model ~= head.model_fingerprint then return {'other_model'}, {} end
+  if running and ends_abandoned ~= '1' then return {'abandoned'}, {} end
   if running then close_turn(running, 'failed', nil, now + ABANDONED_US) end
   redis.call('UNLINK', tail_key)
   for position = #turns, 1, -1 do

@@ -12,7 +12,7 @@ from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import TURN_APPEND, TURN_BEGIN, TURN_CANCEL, TURN_END, TURN_GET, Script
 from service.stores.sessions.base import SessionHead
-from service.stores.sessions.errors import lease_lost, not_found, require_version
+from service.stores.sessions.errors import OtherModel, lease_lost, not_found, require_version
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
 from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, decode_head, lease_fields, to_us
@@ -27,13 +27,17 @@ class RedisTurns:
     keys: Keyspace
     on_change: Callable[[StoredHead], None]
 
-    async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
-        status, *rest = await self._under(lease, TURN_BEGIN, *start_fields(start, max_records))
-        if status not in (b"conflict", b"begun"):
+    async def begin_turn(
+        self, lease: Lease, start: TurnStart, *, max_records: int, ends_abandoned: bool = True
+    ) -> TurnRecord | None:
+        fields = start_fields(start, max_records, ends_abandoned=ends_abandoned)
+        status, *rest = await self._under(lease, TURN_BEGIN, *fields)
+        if status == b"turn":
             return _record_of(rest, lease.session_id)
         stored = self._head(lease, rest[0])
-        if status == b"conflict" and start.base_version is not None:
-            require_version(stored.head, start.base_version)
+        require_begun(status, start, stored.head)
+        if status == b"abandoned":
+            return None
         self.on_change(stored)
         return started(start, stored.head.version)
 
@@ -102,15 +106,26 @@ class RedisTurns:
         return _require_head(answer, lease.key)
 
 
-def start_fields(start: TurnStart, max_records: int) -> tuple[Any, ...]:
+def start_fields(start: TurnStart, max_records: int, *, ends_abandoned: bool) -> tuple[Any, ...]:
     """A turn that begins, as arguments of scripts."""
     base_version = "" if start.base_version is None else start.base_version
-    return (start.turn_id, start.identity or "", start.digest, base_version, max_records, start.request)
+    names = (start.turn_id, start.identity or "", start.digest, base_version, start.model_fingerprint)
+    return (*names, int(ends_abandoned), max_records, start.request)
 
 
-def begun_or_found(answer: list[Any], start: TurnStart, head: SessionHead) -> TurnRecord:
-    """The record in the answer of a script that begins a turn. Raises SnapshotCorrupt."""
+def require_begun(status: bytes, start: TurnStart, head: SessionHead) -> None:
+    """Raises the refusal that a script's status tells."""
+    if status == b"conflict" and start.base_version is not None:
+        require_version(head, start.base_version)
+    if status == b"other_model":
+        raise OtherModel(head)
+
+
+def begun_or_found(answer: list[Any], start: TurnStart, head: SessionHead) -> TurnRecord | None:
+    """The record in the answer of a script that takes a lease. Raises SnapshotCorrupt."""
     status, *rest = answer
+    if status == b"abandoned":
+        return None
     return started(start, head.version) if status == b"begun" else _record_of(rest, head.session_id)
 
 

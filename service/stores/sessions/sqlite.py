@@ -193,7 +193,9 @@ class SqliteSessionStore:
                 retained = get_retained(connection, head)
                 record = None
                 if start is not None:
-                    record = find_or_begin(connection, head, start, max_records=max_records, now=now)
+                    record = find_or_begin(
+                        connection, head, start, max_records=max_records, ends_abandoned=False, now=now
+                    )
                 raw = None if is_known else get_snapshot(connection, key, head.snapshot_version)
             stored = StoredSession(head=head, snapshot=None) if tail is None else checked(head, raw, tail)
             return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=is_known, record=record)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from service.stores.sessions.base import SessionHead
-from service.stores.sessions.errors import require_version
+from service.stores.sessions.errors import require_model, require_version
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
 from service.stores.sessions.sqlite_statements import (
@@ -63,12 +63,16 @@ class SqliteTurns:
         self._database = database
         self._clock = clock
 
-    async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
-        def work(connection: sqlite3.Connection) -> TurnRecord:
+    async def begin_turn(
+        self, lease: Lease, start: TurnStart, *, max_records: int, ends_abandoned: bool = True
+    ) -> TurnRecord | None:
+        def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with unsynced_transaction(connection):
                 now = self._clock()
                 head = held_head(connection, lease, now)
-                return find_or_begin(connection, head, start, max_records=max_records, now=now)
+                return find_or_begin(
+                    connection, head, start, max_records=max_records, ends_abandoned=ends_abandoned, now=now
+                )
 
         return await self._database.write_short(work, is_synced=False)
 
@@ -153,11 +157,25 @@ class SqliteTurns:
 
 
 def find_or_begin(
-    connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
-) -> TurnRecord:
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    start: TurnStart,
+    *,
+    max_records: int,
+    ends_abandoned: bool,
+    now: float,
+) -> TurnRecord | None:
     """See `TurnStore.begin_turn`; inside the caller's transaction, which holds the lease."""
-    found = _find_for(connection, head, start, now)
-    return found or _begin(connection, head, start, max_records=max_records, now=now)
+    running = _get_running(connection, head.key)
+    found = _find_for(connection, head, start, running, now)
+    if found is not None:
+        return found
+    if start.base_version is not None:
+        require_version(head, start.base_version)
+    require_model(head, start.model_fingerprint)
+    if running is not None and not ends_abandoned:
+        return None
+    return _begin(connection, head, start, max_records=max_records, now=now)
 
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
@@ -190,11 +208,12 @@ def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
         connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE number = ?", (*row_ids, number))
 
 
-def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, now: float) -> TurnRecord | None:
+def _find_for(
+    connection: sqlite3.Connection, head: SessionHead, start: TurnStart, running: _Running | None, now: float
+) -> TurnRecord | None:
     """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
     has with another digest.
     """
-    running = _get_running(connection, head.key)
     if running is not None and (
         running.turn_id == start.turn_id or (start.identity is not None and running.identity == start.identity)
     ):
@@ -212,8 +231,6 @@ def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStar
 def _begin(
     connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
 ) -> TurnRecord:
-    if start.base_version is not None:
-        require_version(head, start.base_version)
     end_running(connection, head, None, now)
     row_id, order = _next_row_id(connection, head.key, start.turn_id, max_records=max_records)
     connection.execute(

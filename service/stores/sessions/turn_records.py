@@ -26,12 +26,14 @@ class TurnStart:
 
     `identity`: what a retry of it would bring again, None when nothing could tell a retry. `digest`: of all that
     determines the result. `base_version`: the version it continues; None: the one the session is at.
+    `model_fingerprint`: of the model that is to run it.
     """
 
     turn_id: str
     identity: str | None
     digest: str
     base_version: int | None
+    model_fingerprint: str
     request: bytes
 
 
@@ -73,14 +75,18 @@ class TurnStore(Protocol):
     else as failed. What a rewind cuts off is deleted here too: those turns are cancelled, without a result.
     """
 
-    async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
+    async def begin_turn(
+        self, lease: Lease, start: TurnStart, *, max_records: int, ends_abandoned: bool = True
+    ) -> TurnRecord | None:
         """A new running record; or, and then nothing changes, the running or committed one with the same identity, or
         one that ended in another way and has the same identity and another digest.
 
-        A running record of another identity was abandoned by a lost holder, and ends as failed. Of the ended records
-        only the newest are kept: `max_records` with the new one, at the latest when it has ended. Survives the death of
-        the process, not a power cut. Raises NotFound, LeaseLost, or VersionConflict when the session is not at
-        `start.base_version`.
+        A running record of another identity was abandoned by a lost holder. It ends as failed; without `ends_abandoned`
+        it stays, and the result is None. Of the ended records only the newest are kept: `max_records` with the new one,
+        at the latest when it has ended. Survives the death of the process, not a power cut.
+
+        Raises NotFound, LeaseLost, VersionConflict when the session is not at `start.base_version`, or OtherModel when
+        it has a text of another model than `start.model_fingerprint`.
         """
         ...
 

@@ -172,7 +172,8 @@ async def test_a_refused_append_leaves_its_key_free(server: Gateway) -> None:
 async def test_an_append_whose_server_was_lost_is_done_by_the_retry(server: Gateway) -> None:
     store, digest = server.services.store, digest_of({"append": {"input": [5, 6], "expected_version": None}})
     leased = await store.acquire(KEY, holder="lost", lease_s=30.0)
-    start = TurnStart(turn_id="append-1", identity="key:k", digest=digest, base_version=None, request=b"{}")
+    names = {"turn_id": "append-1", "identity": "key:k", "digest": digest, "model_fingerprint": "fake-fingerprint"}
+    start = TurnStart(**names, base_version=None, request=b"{}")
     await store.begin_turn(leased.lease, start, max_records=16)
     await store.release(leased.lease)
     done = await append_as(server, "k", [5, 6])
@@ -180,6 +181,25 @@ async def test_an_append_whose_server_was_lost_is_done_by_the_retry(server: Gate
     again = await append_as(server, "k", [5, 6])
     assert again.headers["idempotent-replayed"] == "true"
     assert await store.read_log(KEY) == (5, 6)
+
+
+async def test_R3_an_abandoned_turn_outlives_an_append_that_is_refused(server: Gateway) -> None:
+    store = server.services.store
+    names = {"turn_id": "lost", "identity": "key:lost", "digest": "d", "model_fingerprint": "fake-fingerprint"}
+    leased = await store.acquire(
+        KEY, holder="lost", lease_s=30.0, start=TurnStart(**names, base_version=0, request=b"")
+    )
+    await store.release(leased.lease)
+    assert (await append_as(server, "k", "")).status_code == 400
+    record = await store.get_turn(KEY, turn_id="lost")
+    assert record is not None
+    assert record.status == "running"
+    assert (await append_as(server, "k", [5, 6])).json()["version"] == 1
+    record = await store.get_turn(KEY, turn_id="lost")
+    assert record is not None
+    assert record.status == "failed"
+    again = await append_as(server, "k", [5, 6])
+    assert again.headers["idempotent-replayed"] == "true"
 
 
 async def test_penalties_do_not_count_what_was_appended(server: Gateway) -> None:

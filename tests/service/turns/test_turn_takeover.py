@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 
 from nsm_core.engine.request import FinishReason, TokenEvent
-from nsm_core.errors import KeyReused, LeaseLost, NotFound, NsmError, StateMismatch, StoreUnavailable, TurnCancelled
+from nsm_core.errors import (
+    EngineDead,
+    InvalidRequest,
+    KeyReused,
+    LeaseLost,
+    NotFound,
+    NsmError,
+    Overloaded,
+    StateMismatch,
+    StoreUnavailable,
+    TurnCancelled,
+    VersionConflict,
+)
 from nsm_core.state.snapshot import Snapshot
 from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
@@ -336,6 +348,73 @@ async def test_another_models_turn_is_left_for_a_process_that_can(store: SqliteS
     assert (await collect(await right.follow()))[1].head.version == 1
     for process in (other, right):
         await process.turns.drain(1.0)
+
+
+@pytest.mark.parametrize("how", [{}, {"is_resumable": True}, {"identity": "key:other", "digest": "d"}])
+@pytest.mark.parametrize("refusal", [Overloaded("full"), EngineDead("it has ended"), InvalidRequest("too long")])
+async def test_R3_an_abandoned_turn_outlives_a_request_that_is_refused(
+    store: SqliteSessionStore, processes: tuple[Process, Process], how: dict[str, Any], refusal: NsmError
+) -> None:
+    one, two = processes
+    await one.open(5, **RETRY)
+    await written(store, one, 3)
+    await one.lose()
+    two.backend.refusal = refusal
+    with pytest.raises(type(refusal)):
+        await two.open(6, request_id="r2", **how)
+    two.backend.refusal = None
+    with pytest.raises(VersionConflict):
+        await two.open(6, request_id="r3", expected_version=4, **how)
+    assert await store.get_turn(KEY, turn_id="r2") is None
+    tokens, end = await collect(await two.open(5, request_id="r4", **RETRY))
+    assert (tokens, end.head.version) == ((await unbroken(5))[0], 1)
+    assert two.backend.requests[0].sampled_ids == two.backend.script_ids[:3]
+    assert await store.read_log(KEY) == (0, 5, *two.backend.script_ids[:8])
+
+
+async def test_R3_an_abandoned_turn_outlives_a_turn_that_its_engine_fails_before_the_first_token(
+    store: SqliteSessionStore, processes: tuple[Process, Process]
+) -> None:
+    one, two = processes
+    await one.open(5, **RETRY)
+    await written(store, one, 3)
+    await one.lose()
+    two.backend.fail_after = 0
+    assert (await collect(await two.open(6, request_id="r2")))[1].error is not None
+    two.backend.fail_after = None
+    assert await store.get_turn(KEY, turn_id="r2") is None
+    assert (await collect(await two.open(5, request_id="r3", **RETRY)))[1].head.version == 1
+    assert two.backend.requests[-1].sampled_ids == two.backend.script_ids[:3]
+
+
+@pytest.mark.parametrize("how", [{}, {"is_resumable": True}])
+async def test_an_abandoned_turn_ends_when_another_one_is_answered(
+    store: SqliteSessionStore, processes: tuple[Process, Process], how: dict[str, Any]
+) -> None:
+    one, two = processes
+    await one.open(5, **RETRY)
+    await written(store, one, 3)
+    await one.lose()
+    two.backend.hold_on()
+    opened = await two.open(6, request_id="r2", **how)
+    assert (await store.get_turn(KEY, turn_id="r2") is not None) is bool(how)  # whoever knows its id may read on
+    two.backend.release_all()
+    assert (await collect(opened))[1].head.version == 1
+    records = [await record_of(store, turn_id) for turn_id in ("r1", "r2")]
+    assert [record.status for record in records] == ["failed", "committed"]
+    assert await store.read_log(KEY) == (0, 6, *two.backend.script_ids[:8])
+
+
+async def test_an_abandoned_turn_ends_when_another_one_is_handed_over(store: SqliteSessionStore) -> None:
+    one, two, three = Process(store, hold=True), Process(store, hold=True), Process(store)
+    await one.open(5, **RETRY)
+    await written(store, one, 3)
+    await one.lose()
+    await two.open(6, request_id="r2", identity="key:other", digest="d")
+    await two.stop()
+    assert [(await record_of(store, name)).status for name in ("r1", "r2")] == ["failed", "running"]
+    assert (await collect(await three.follow("r2")))[1].head.version == 1
+    await three.turns.drain(1.0)
 
 
 async def test_S8_a_cancel_reaches_a_turn_of_another_process(

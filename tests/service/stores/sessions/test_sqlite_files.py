@@ -147,8 +147,11 @@ async def test_logs_records_and_stamp_of_schema_5_are_kept(path: Path) -> None:
                 (2, 2**64 - 2),
             ]
         leased = await acquire(store, tenant=KEY.tenant)
-        start = TurnStart(turn_id="t9", identity="key:1", digest="d", base_version=2, request=b"")
+        start = TurnStart(
+            turn_id="t9", identity="key:1", digest="d", base_version=2, model_fingerprint="m1", request=b""
+        )
         found = await store.begin_turn(leased.lease, start, max_records=3)
+        assert found is not None
         assert (found.turn_id, found.base_version) == ("t2", 2)  # the newest of those with this identity
         await commit(store, await store.get(other))
         await store.delete(other)
