@@ -37,6 +37,43 @@ def uniform_draw(seed, choice, position):
 
 
 @triton.jit
+def drawn(params_ptr):
+    """The draw of the row with these parameters."""
+    return uniform_draw(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
+
+
+@triton.jit
+def draw_target(u, total):
+    """What a cumulative weight must exceed: u times the total, and less than the total."""
+    below_total = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
+    return tl.minimum(u * total, below_total)
+
+
+@triton.jit
+def choice_params(params_ptr):
+    """Temperature, top-k, top-p and min-p of a row."""
+    temperature = tl.load(params_ptr + 4).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k = tl.load(params_ptr + 3).to(tl.int32)
+    top_p = tl.load(params_ptr + 5).to(tl.float64, bitcast=True)
+    min_p = tl.load(params_ptr + 6).to(tl.float64, bitcast=True).to(tl.float32)
+    return temperature, top_k, top_p, min_p
+
+
+@triton.jit
+def is_finite(x):
+    return (x == x) & (tl.abs(x) != float("inf"))
+
+
+@triton.jit
+def allowed(x, words_ptr, ids, is_id):
+    """Logits; minus infinity for tokens that the row may not have. `words_ptr`: of the row; None: it may have all."""
+    if words_ptr is not None:
+        words = tl.load(words_ptr + (ids >> 5), mask=is_id, other=0)
+        x = tl.where(((words >> (ids & 31)) & 1) != 0, x, -float("inf"))
+    return x
+
+
+@triton.jit
 def _keep_first(weights, threshold, num_equal):
     """Weights above the threshold, and the first `num_equal` of those that equal it; the others become 0."""
     bits = weights.to(tl.int32, bitcast=True)
@@ -74,9 +111,7 @@ def _keep_top_p(weights, top_p):
 def _draw(weights, ids, u):
     """The first id whose cumulative weight exceeds u times the total."""
     cumulative = tl.cumsum(weights.to(tl.float64), axis=0)
-    total = tl.max(cumulative, axis=0)
-    below_total = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-    target = tl.minimum(u * total, below_total)
+    target = draw_target(u, tl.max(cumulative, axis=0))
     # sums made in a tree may grow by rounding where a weight is 0: no such token is ever chosen
     is_token = weights > 0.0
     last = tl.max(tl.where(is_token, ids, 0), axis=0)
@@ -86,10 +121,7 @@ def _draw(weights, ids, u):
 @triton.jit
 def _choose(x, top, ids, params_ptr, smallest):
     """The token of a row that is not greedy; x [V padded], `top` its largest."""
-    temperature = tl.load(params_ptr + 4).to(tl.float64, bitcast=True).to(tl.float32)
-    top_k = tl.load(params_ptr + 3).to(tl.int32)
-    top_p = tl.load(params_ptr + 5).to(tl.float64, bitcast=True)
-    min_p = tl.load(params_ptr + 6).to(tl.float64, bitcast=True).to(tl.float32)
+    temperature, top_k, top_p, min_p = choice_params(params_ptr)
     weights = tl.exp((x - top) / tl.maximum(temperature, smallest))
     if top_k > 0:
         weights = _keep_top_k(weights, top_k)
@@ -97,8 +129,7 @@ def _choose(x, top, ids, params_ptr, smallest):
         weights = _keep_top_p(weights, top_p)
     if min_p > 0.0:
         weights = tl.where(weights >= min_p * tl.max(weights, axis=0), weights, 0.0)
-    u = uniform_draw(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
-    return _draw(weights, ids, u)
+    return _draw(weights, ids, drawn(params_ptr))
 
 
 @triton.jit
@@ -118,11 +149,10 @@ def _sample(
     ids = tl.arange(0, VOCAB)
     is_id = ids < vocab_size
     x = tl.load(logits_ptr + row * stride + ids, mask=is_id, other=-float("inf"))
-    is_finite = (x == x) & (tl.abs(x) != float("inf"))
-    num_finite = tl.sum((is_finite & is_id).to(tl.int32), axis=0)
+    num_finite = tl.sum((is_finite(x) & is_id).to(tl.int32), axis=0)
     if words_ptr is not None:
-        words = tl.load(words_ptr + row * num_words + (ids >> 5), mask=is_id, other=0)
-        x = tl.where(((words >> (ids & 31)) & 1) != 0, x, -float("inf"))
+        words_ptr += row * num_words
+    x = allowed(x, words_ptr, ids, is_id)
     top = tl.max(x, axis=0)
     chosen = tl.min(tl.where(x == top, ids, VOCAB), axis=0)
     if params_ptr is not None:

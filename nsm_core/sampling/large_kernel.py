@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsm_core.sampling.kernel import NUM_PARAMS, uniform_draw
+from nsm_core.sampling.kernel import NUM_PARAMS, allowed, choice_params, draw_target, drawn, is_finite
 
 TILE = 8192
 
@@ -26,10 +26,7 @@ def _allowed_tile(row_ptr, words_ptr, start, vocab_size, ids):
     """Logits; minus infinity for tokens that are not allowed, and behind the last."""
     at = start + ids
     x = tl.load(row_ptr + at, mask=at < vocab_size, other=-float("inf"))
-    if words_ptr is not None:
-        words = tl.load(words_ptr + (at >> 5), mask=at < vocab_size, other=0)
-        x = tl.where(((words >> (at & 31)) & 1) != 0, x, -float("inf"))
-    return x
+    return allowed(x, words_ptr, at, at < vocab_size)
 
 
 @triton.jit
@@ -112,8 +109,7 @@ def _draw(row_ptr, vocab_size, u, ids, TILE: tl.constexpr):
         weights = _tile_of(row_ptr, start, vocab_size, ids)
         total += tl.max(tl.cumsum(weights.to(tl.float64), axis=0), axis=0)
         last = tl.maximum(last, tl.max(tl.where(weights > 0.0, start + ids, 0), axis=0))
-    below_total = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-    target = tl.minimum(u * total, below_total)
+    target = draw_target(u, total)
     chosen = last
     before = tl.full([], 0.0, tl.float64)
     for start in tl.range(0, vocab_size, TILE):
@@ -129,10 +125,7 @@ def _draw(row_ptr, vocab_size, u, ids, TILE: tl.constexpr):
 @triton.jit
 def _choose(row_ptr, words_ptr, weights_ptr, params_ptr, top, vocab_size, smallest, ids, TILE: tl.constexpr):
     """The token of a row that is not greedy; `top`: its largest logit."""
-    temperature = tl.load(params_ptr + 4).to(tl.float64, bitcast=True).to(tl.float32)
-    top_k = tl.load(params_ptr + 3).to(tl.int32)
-    top_p = tl.load(params_ptr + 5).to(tl.float64, bitcast=True)
-    min_p = tl.load(params_ptr + 6).to(tl.float64, bitcast=True).to(tl.float32)
+    temperature, top_k, top_p, min_p = choice_params(params_ptr)
     for start in tl.range(0, vocab_size, TILE):
         x = _allowed_tile(row_ptr, words_ptr, start, vocab_size, ids)
         weights = tl.exp((x - top) / tl.maximum(temperature, smallest))
@@ -144,8 +137,7 @@ def _choose(row_ptr, words_ptr, weights_ptr, params_ptr, top, vocab_size, smalle
         _keep_top_p(weights_ptr, vocab_size, top_p, ids, TILE)
     if min_p > 0.0:
         _keep_min_p(weights_ptr, vocab_size, min_p, ids, TILE)
-    u = uniform_draw(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
-    return _draw(weights_ptr, vocab_size, u, ids, TILE)
+    return _draw(weights_ptr, vocab_size, drawn(params_ptr), ids, TILE)
 
 
 @triton.jit
@@ -170,7 +162,7 @@ def _sample(
     num_finite, top, chosen = 0, -float("inf"), 0
     for start in tl.range(0, vocab_size, TILE):
         raw = tl.load(row_ptr + start + ids, mask=start + ids < vocab_size, other=float("nan"))
-        num_finite += tl.sum(((raw == raw) & (tl.abs(raw) != float("inf"))).to(tl.int32), axis=0)
+        num_finite += tl.sum(is_finite(raw).to(tl.int32), axis=0)
         x = _allowed_tile(row_ptr, words_ptr, start, vocab_size, ids)
         largest = tl.max(x, axis=0)
         first = tl.min(tl.where(x == largest, start + ids, vocab_size), axis=0)
