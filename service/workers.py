@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
@@ -41,6 +42,14 @@ ENGINE_STOP_S = 10.0
 FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
 BACKLOG = 64  # gateways that connect while the engine starts
 LOG = "the log, on standard error, has more"
+STOPPED = (0, -signal.SIGTERM)  # statuses of a child that somebody asked to stop, after its start and within it
+
+
+class End(NamedTuple):
+    """Of a child. `words`: after its name in a sentence."""
+
+    words: str
+    was_asked: bool = False
 
 
 class Process:
@@ -80,7 +89,7 @@ class Process:
             if self.is_ready.is_set():
                 self._restarted(self.role.split()[0])
             began, killed_before = asyncio.get_running_loop().time(), num_killed()
-            end = await self._run()
+            end, was_asked = await self._run()
             if self._stopping.is_set():
                 return
             if num_killed() > killed_before:
@@ -92,15 +101,16 @@ class Process:
                 )
             is_steady = asyncio.get_running_loop().time() - began >= STEADY_S
             pause_s = RESTART_MIN_S if is_steady else min(2 * pause_s, RESTART_MAX_S)
-            logger.error("the %s process %s; it is started again in %g s", self.role, end, pause_s)
+            level = logging.INFO if was_asked else logging.ERROR
+            logger.log(level, "the %s process %s; it is started again in %g s", self.role, end, pause_s)
             await self._pause(pause_s)
 
-    async def _run(self) -> str:
-        """One child, to its end, which is told in words. Raises ConfigError."""
+    async def _run(self) -> End:
+        """One child, to its end. Raises ConfigError."""
         try:
             child, reports_fd, pulse_fd = await self._start()
         except OSError as error:  # no memory or no room for another process
-            return f"could not be started ({error})"
+            return End(f"could not be started ({error})")
         watching = asyncio.create_task(falls_silent(pulse_fd, limit_s=SILENT_S))
         try:
             report = await read_report(reports_fd)
@@ -111,12 +121,14 @@ class Process:
             if watching.done() and watching.result() and not ending.done():
                 child.kill()
                 await ending
-                return f"gave no sign of life for {SILENT_S:g} s and was killed"
+                return End(f"gave no sign of life for {SILENT_S:g} s and was killed")
             status = await ending
         finally:
             watching.cancel()
+        if status in STOPPED:
+            return End("was asked to stop", was_asked=True)
         reason = "" if report is None or report.failure is None else f" ({report.failure})"
-        return f"ended with status {status}{reason}"
+        return End(f"ended with status {status}{reason}")
 
     def _take(self, report: StartReport) -> None:
         if report.failure is None:

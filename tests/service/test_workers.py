@@ -39,6 +39,12 @@ ENDS_READY = """
 report('{}')
 sys.exit(4)
 """
+STOPS_ON_SIGTERM = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+report('{}')
+sys.stdin.read()
+"""
 IS_KILLED = """
 os.kill(os.getpid(), 9)
 """
@@ -131,6 +137,27 @@ async def test_process_that_was_ready_is_started_again_at_growing_distances_and_
     assert pauses == [0.4, 0.8, 1.6, 3.2, RESTART_MAX_S, RESTART_MAX_S, RESTART_MAX_S]
     assert restarted == ["worker"] * 6
     assert caplog.messages[0] == "the worker 1 process ended with status 4; it is started again in 0.4 s"
+
+
+@pytest.mark.parametrize("stopped", [STOPS_ON_SIGTERM, SERVES], ids=["its own handler", "the system's"])
+async def test_process_that_is_asked_to_stop_is_started_again_without_an_error(
+    program: Program, stopped: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    program(worker=stopped)
+
+    async def pause(seconds: float) -> None:
+        process.kill()
+
+    process = Process("worker 1", Settings(), pause=pause)
+    with caplog.at_level(logging.INFO, logger="nsm.workers"):
+        task = asyncio.create_task(process.supervise())
+        await process.is_ready.wait()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        await task
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage().startswith("the worker 1 process was asked to stop; it is started again in ")
 
 
 async def test_process_that_fails_after_it_was_once_ready_is_not_given_up(program: Program) -> None:
