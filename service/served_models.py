@@ -182,6 +182,12 @@ class ServedModels(Generic[ModelT]):
                 code="model_not_found",
             )
 
+    def fingerprint_of(self, name: str | None) -> str | None:
+        """Of a model (None: the first); None: no model with this name is served here."""
+        if name is None or name == self.first.model_name:
+            return self.first.backend.model.fingerprint
+        return self._entries[name].model.fingerprint if name in self._entries else None
+
     def name_of(self, fingerprint: str) -> str | None:
         """None: no model with this fingerprint is served here."""
         if fingerprint == self.first.backend.model.fingerprint:

@@ -18,11 +18,14 @@ KEEP_LINES_S = 7 * 86_400  # of results whose batch was never finished
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Work):
-    """`output_ttl_s`: of its output files; None: they stay."""
+    """`output_ttl_s`: of its output files; None: they stay. `models`: the fingerprint of each model that its lines
+    name, as it was when the batch began ("": of the lines that name none).
+    """
 
     end_statuses = ("completed", "failed", "expired", "cancelled")
 
     output_ttl_s: int | None = None
+    models: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_cancelled(self) -> bool:
@@ -35,6 +38,11 @@ class Batch(Work):
     def now(self, status: str, **fields: Any) -> Batch:
         """With a new status and its time."""
         return self.changed(status=status, **{f"{status}_at": int(time.time())}, **fields)
+
+    def begun(self, models: Mapping[str, str]) -> Batch:
+        """With `models`, while it has no result."""
+        begun = self.now("in_progress") if self.status == "validating" else self
+        return dataclasses.replace(begun, models=models)
 
 
 def new_batch(

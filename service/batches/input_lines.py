@@ -24,10 +24,16 @@ class InputLine:
     custom_id: str
     body: dict[str, Any]
 
+    @property
+    def model(self) -> str:
+        """The model that it names; "": none."""
+        name = self.body.get("model")
+        return name if isinstance(name, str) else ""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputErrors:
-    """Why a file cannot be run, as a batch shows it."""
+    """Why a file, or a part of it, cannot be run, as a batch shows it."""
 
     errors: Sequence[dict[str, Any]]
 
@@ -95,3 +101,8 @@ def _read_line(line: bytes, endpoint: str, seen: set[str]) -> tuple[str, dict[st
 
 def _error(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
     return {"code": code, "message": message, "param": param, "line": line}
+
+
+def batch_error(code: str, message: str) -> InputErrors:
+    """Of a batch, and of none of its lines."""
+    return InputErrors([_error(code, message, None, None)])

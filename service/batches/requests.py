@@ -46,6 +46,7 @@ PASSING = (
     StoreUnavailable,
 )  # a later try may succeed
 RETRY_S = 0.5
+MODEL_CHANGED = "model_changed"
 
 
 class Answer(Protocol):
@@ -96,7 +97,16 @@ def num_requests_of(body: dict[str, Any]) -> int:
 
 def expired_line(line: InputLine, key: str) -> dict[str, Any]:
     """Of a request that was not run in time."""
-    error = {"code": "batch_expired", "message": "this request was not run within the completion window"}
+    return _line_not_run(line, key, "batch_expired", "this request was not run within the completion window")
+
+
+def changed_line(line: InputLine, key: str) -> dict[str, Any]:
+    """Of a request whose model has other weights than when the batch began."""
+    return _line_not_run(line, key, MODEL_CHANGED, "the model was replaced during the batch: send it in a new batch")
+
+
+def _line_not_run(line: InputLine, key: str, code: str, message: str) -> dict[str, Any]:
+    error = {"code": code, "message": message}
     return {"id": f"batch_req_{key}", "custom_id": line.custom_id, "response": None, "error": error}
 
 

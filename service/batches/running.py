@@ -19,11 +19,21 @@ import orjson
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.hashing import identity_of
 from service.batches.batch import Batch
-from service.batches.input_lines import InputErrors, InputLine, read_lines
+from service.batches.input_lines import InputErrors, InputLine, batch_error, read_lines
 from service.batches.library import RESULTS_AT_ONCE, BatchLibrary
 from service.batches.pace import LinePace
-from service.batches.requests import LineRequest, expired_line, is_failed, key_of, num_requests_of, run_line
+from service.batches.requests import (
+    MODEL_CHANGED,
+    LineRequest,
+    changed_line,
+    expired_line,
+    is_failed,
+    key_of,
+    num_requests_of,
+    run_line,
+)
 from service.deps import Services
+from service.state.other_model import shown_model
 from service.work.ownership import OwnershipLost
 from service.work.run import WorkRun
 
@@ -52,12 +62,15 @@ class BatchRun(WorkRun[Batch]):
             return
         self._num_lines = len(lines)
         self._counts = await self.library.known(self.work, len(lines))
-        if self.work.status == "validating":
-            await self._change(lambda batch: batch.now("in_progress") if batch.status == "validating" else batch)
+        if not self._counts:
+            models = self._models_of(lines)
+            await self._change(lambda batch: batch.begun(models))
         async with self._sending_beats():
             if self.work.status in ("in_progress", "cancelling"):
+                pending = [line for line in lines if line.number not in self._counts]
+                pending = await self._without_changed(pending)
                 async with self.pace.yielding_slots():
-                    await self._run_lines([line for line in lines if line.number not in self._counts])
+                    await self._run_lines(pending)
             if not self._is_lost:
                 await self._finish(lines)
 
@@ -67,8 +80,28 @@ class BatchRun(WorkRun[Batch]):
             file = await services.files.get(self.work.tenant, fields["input_file_id"])
             raw = await services.files.read(self.work.tenant, file)
         except NotFound as error:
-            return InputErrors([{"code": "file_not_found", "message": str(error), "param": None, "line": None}])
+            return batch_error("file_not_found", str(error))
         return await asyncio.to_thread(read_lines, raw, endpoint=fields["endpoint"])
+
+    def _models_of(self, lines: Sequence[InputLine]) -> dict[str, str]:
+        """The fingerprints of the models that they name, of those that are served."""
+        found = {name: self.services.models.fingerprint_of(name or None) for name in {line.model for line in lines}}
+        return {name: fingerprint for name, fingerprint in found.items() if fingerprint is not None}
+
+    async def _without_changed(self, lines: Sequence[InputLine]) -> list[InputLine]:
+        """Ends those whose model is not the one that the batch began with, so that no output is of two models."""
+        began, now = self.work.models, self._models_of(lines)
+        changed = [name for name in now if began.get(name, now[name]) != now[name]]
+        if not changed:
+            return list(lines)
+        refused = [line for line in lines if line.model in changed]
+        models = [(await asyncio.to_thread(shown_model, of[changed[0]])) for of in (began, now)]
+        message = f"the batch began with model {models[0]}, {models[1]} runs now: {len(refused)} requests are not run"
+        logger.warning("batch %s: %s", self.work.id, message)
+        await self._change(lambda batch: batch.changed(errors=batch_error(MODEL_CHANGED, message).to_object()))
+        for line in refused:
+            await self._keep(line, changed_line(line, key_of(self.work.id, line.number)))
+        return [line for line in lines if line.model not in changed]
 
     async def _run_lines(self, lines: Sequence[InputLine]) -> None:
         """Until all have a result, or the batch is to end."""

@@ -298,6 +298,34 @@ async def test_the_engine_knows_which_requests_are_a_batchs() -> None:
             assert {request.is_background for request in backend.requests} == {False}
 
 
+async def test_a_batch_whose_model_was_replaced_ends_without_answers_of_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, path = {"prompt": "Hi", "max_tokens": 1}, tmp_path / "sessions.db"
+    before, after = FakeBackend(hold=True, fingerprint="a" * 64), FakeBackend(fingerprint="b" * 64)
+    async with gateway(before, is_live=True, store=SqliteSessionStore(path)) as server:
+        made = await begin(server, input_of(*[body] * 10))
+        before.release(3)
+        await until(lambda: server.metric("nsm_batch_lines_total", outcome="completed") == 3)
+    async with gateway(after, is_live=True, store=SqliteSessionStore(path)) as server:
+        batch = await ended(server, made)
+        assert batch.request_counts is not None
+        counts = batch.request_counts
+        assert (batch.status, counts.completed, counts.failed) == ("completed", 3, 7)
+        errors = await content(server, batch.error_file_id)
+        assert {line["error"]["code"] for line in errors.values()} == {"model_changed"}
+        assert len(await content(server, batch.output_file_id)) == 3
+        assert after.requests == []
+        again = await ended(server, await begin(server, input_of(*[body] * 10)))
+        assert again.request_counts is not None
+        assert (again.request_counts.completed, again.errors) == (10, None)
+    assert batch.errors is not None
+    (error,) = batch.errors.data or []
+    message = f"the batch began with model {'a' * 12}, {'b' * 12} runs now: 7 requests are not run"
+    assert (error.code, error.message) == ("model_changed", message)
+    assert f"batch {batch.id}: {message}" in caplog.messages
+
+
 async def test_two_gateways_on_one_store_run_a_batch_once(tmp_path: Path) -> None:
     """Each has a runner that looks for batches; one takes it, and each line reaches an engine once."""
     backends, path = [FakeBackend(), FakeBackend()], tmp_path / "sessions.db"
