@@ -34,6 +34,7 @@ from service.schemas.sessions import (
 from service.state.at_head import copy_with_head_state
 from service.state.copies import read_copy
 from service.state.log_location import LogLocation
+from service.state.other_model import shown_model
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
@@ -122,7 +123,11 @@ async def list_sessions(
 )
 async def get_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Where the session is: its version and its position, the number of tokens read so far."""
-    return json_response(session_object(services, await services.store.get(key)))
+    head = await services.store.get(key)
+    session = session_object(services, head)
+    if session["model"] is None:
+        session["unserved_model"] = await asyncio.to_thread(shown_model, head.model_fingerprint)
+    return json_response(session)
 
 
 @router.patch(

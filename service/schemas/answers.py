@@ -189,7 +189,8 @@ class ConversationAnswer(BaseModel):
 
 
 class SessionAnswer(BaseModel):
-    """A session at its newest commit; `model` is null for a session of a model that is not served here.
+    """A session at its newest commit; `model` is null for a session of a model that is not served here, and
+    `unserved_model` then names that one, in the answer about one session.
 
     `cancelled`: after a cancel, whether there was a turn. `rebuilt`: after an import, why its log was read. `mark` and
     `num_appended`: after an append, the version before it and the tokens that were read. `num_bytes_read`: of a live
@@ -211,6 +212,7 @@ class SessionAnswer(BaseModel):
     expires_at: int | None
     forked_from: str | None
     replica: str | None
+    unserved_model: str | None = None
     cancelled: bool | None = None
     rebuilt: str | None = None
     mark: int | None = None

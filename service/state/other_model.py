@@ -6,7 +6,7 @@ import asyncio
 from typing import NamedTuple
 
 from nsm_core.errors import StateMismatch
-from nsm_core.model.bundled import bundled_name
+from nsm_core.model.bundled import BUNDLED, bundled_name, commit_of_replaced
 from nsm_core.model_info import ModelInfo
 from service.stores.sessions.base import SessionHead
 
@@ -14,8 +14,8 @@ SHOWN_DIGITS = 12
 
 
 class OtherModel(NamedTuple):
-    """`shown`: the name of a bundled model with its fingerprint's beginning, of any other that alone. `ways`: commands
-    for an operator whose store has its sessions.
+    """`shown`: the name of a bundled model with its fingerprint's beginning, also of earlier weights of the default; of
+    any other model the beginning alone. `ways`: commands for an operator whose store has its sessions.
     """
 
     shown: str
@@ -31,6 +31,8 @@ def other_model(fingerprint: str) -> OtherModel:
 def shown_model(fingerprint: str) -> str:
     """Reads files as `other_model` does."""
     name, short = bundled_name(fingerprint), fingerprint[:SHOWN_DIGITS]
+    if name is None and commit_of_replaced(fingerprint) is not None:
+        name = f"an earlier {BUNDLED.name}"
     return short if name is None else f"{name} ({short})"
 
 
@@ -51,5 +53,8 @@ def _refusal(head: SessionHead, running: str, is_readable: bool) -> str:
 
 
 def _serving(fingerprint: str) -> str:
-    name = bundled_name(fingerprint)  # reads files
-    return f"`nsm serve --model {'DIRECTORY' if name is None else name}` continues with theirs"
+    name, commit = bundled_name(fingerprint), commit_of_replaced(fingerprint)  # reads files
+    serving = f"`nsm serve --model {'DIRECTORY' if name is None else name}` continues with theirs"
+    if name is not None or commit is None:
+        return serving
+    return f"{serving}: that is nsm_core/model/checkpoints/{BUNDLED.name} at commit {commit} of the repository"

@@ -61,6 +61,7 @@ async def test_R3_sessions_of_another_model_are_refused_until_they_are_moved(tmp
             assert ways in message
         shown = (await server.client.get("/v1/sessions/known")).json()
         assert (shown["version"], shown["model"]) == (1, None)
+        assert shown["unserved_model"].startswith("pulse-books-small (")
         assert (await server.client.get("/v1/sessions/known/export")).status_code == 200
         assert (await server.client.post("/v1/sessions/known/fork", json={"id": "copy"})).status_code == 200
         assert (await server.client.delete("/v1/sessions/copy")).status_code == 200

@@ -1,0 +1,34 @@
+"""Words for sessions of a model that is not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nsm_core.model.bundled import BUNDLED, CHECKPOINTS, REPLACED
+from nsm_core.model.identity import fingerprint
+from service.state.other_model import other_model, shown_model
+
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+
+
+def test_bundled_model_is_named_with_the_command_that_serves_it() -> None:
+    shown, ways = other_model(fingerprint(CHECKPOINTS / "pulse-books-small"))
+    assert shown.startswith("pulse-books-small (")
+    assert "`nsm serve --model pulse-books-small` continues with theirs" in ways
+
+
+def test_replaced_weights_of_the_default_are_named_with_the_commit_that_has_them() -> None:
+    for start, commit in REPLACED.items():
+        shown, ways = other_model(start.ljust(64, "0"))
+        assert shown == f"an earlier {BUNDLED.name} ({start})"
+        assert f"that is nsm_core/model/checkpoints/{BUNDLED.name} at commit {commit} of the repository" in ways
+
+
+def test_any_other_model_is_known_by_its_fingerprint() -> None:
+    assert shown_model("0123456789abcdef") == "0123456789ab"
+    assert other_model("0" * 64).ways.endswith("`nsm serve --model DIRECTORY` continues with theirs")
+
+
+def test_the_page_names_the_replaced_weights_too() -> None:
+    page = OPERATIONS.read_text("utf-8")
+    assert all(f"`{commit}`" in page and f"`{start}`" in page for start, commit in REPLACED.items())
