@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import zstandard
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 
 Split = Literal["train", "val", "test"]
 
@@ -114,7 +114,7 @@ def _blocks(path: Path, on_bytes: Callable[[int], object]) -> Iterator[bytes]:
             raw = iter(lambda: file.read(_READ_BYTES), b"")
             yield from _decompress(raw, on_bytes) if path.suffix == ".zst" else _counted(raw, on_bytes)
     except (OSError, EOFError, zstandard.ZstdError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _counted(raw: Iterator[bytes], on_bytes: Callable[[int], object]) -> Iterator[bytes]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.cli.conftest import Nsm, assert_one_line
+from nsm_lab.training.__main__ import build_parser
+from tests.service.cli.conftest import Nsm, assert_one_line, no_model
 from tests.support.samples import BOOKS_DIR
 
 TINY = (
@@ -52,6 +53,12 @@ def test_help_is_that_of_the_module(nsm: Nsm, command: str) -> None:
     assert result.stderr == ""
 
 
+def test_every_option_of_training_says_what_it_does() -> None:
+    texts = [action.help for action in build_parser()._actions if action.dest not in ("help", "preset")]
+    assert all(text is not None and len(text.split()) > 1 for text in texts)
+    assert len(set(texts)) == len(texts)
+
+
 @pytest.mark.parametrize(
     ("args", "message", "status"),
     [
@@ -61,7 +68,7 @@ def test_help_is_that_of_the_module(nsm: Nsm, command: str) -> None:
         (("train", "--data", "/no/such", "--out", "o", "--bogus"), "unrecognized arguments: --bogus", 2),
         (("eval",), "the following arguments are required: --data", 2),
         (("eval", "--data", "/no/such"), "the data directory /no/such does not exist or is not a directory", 1),
-        (("eval", "--data", ".", "--model", "/no/such"), "no model directory /no/such", 1),
+        (("eval", "--data", ".", "--model", "/no/such"), no_model("/no/such"), 1),
         (("eval", "--data", ".", "--max-documents", 0), "max_documents must be at least 1, got 0", 1),
     ],
 )
