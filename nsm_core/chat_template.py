@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from nsm_core import rwkv_text
-from nsm_core.errors import CheckpointError, InvalidRequest
+from nsm_core.errors import CheckpointError, InvalidRequest, reason_of
 from nsm_core.tool_form import ToolFormName
 
 _ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
@@ -169,7 +169,7 @@ def read_template(given: str) -> str:
     try:
         text = Path(given).read_text("utf-8") if Path(given).is_file() else given
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the chat template {given[:80]!r}: {error}") from error
+        raise CheckpointError(f"cannot read the chat template {given[:80]!r}: {reason_of(error)}") from error
     get_template(text)
     return text
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 from nsm_core.layer_pattern import parse_layer_pattern
 
 TOKENIZER_FILE = "tokenizer.json"  # here for commands that read no tokenizer
@@ -46,7 +46,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read model config {path}: {error}") from error
+        raise ConfigError(f"cannot read model config {path}: {reason_of(error)}") from error
     _require(isinstance(fields, dict), f"{path} must hold one JSON object")
     return dict(fields)
 

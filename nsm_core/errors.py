@@ -49,6 +49,11 @@ class NsmError(Exception):
         return f"{self} ({'; '.join(notes)})" if notes else str(self)
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be used, for a message that names it: of a system's error only its words."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class InvalidRequest(NsmError):
     """A field of a request is wrong. `param` names the field as the client wrote it."""
 

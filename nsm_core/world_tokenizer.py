@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nsm_core.errors import CheckpointError, InvalidRequest
+from nsm_core.errors import CheckpointError, InvalidRequest, reason_of
 from nsm_core.hashing import identity
 from nsm_core.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class WorldTokenizer(Tokenizer):
                 raise CheckpointError(f"{path} is larger than {MAX_VOCABULARY_BYTES >> 20} MiB: no vocabulary")
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read vocabulary {path}: {error}") from error
+            raise CheckpointError(f"cannot read vocabulary {path}: {reason_of(error)}") from error
         try:
             return cls(_parse_lines(text.split("\n")), vocab_size=vocab_size)
         except CheckpointError as error:

@@ -7,7 +7,7 @@ import stat
 import weakref
 from pathlib import Path
 
-from nsm_core.errors import CheckpointError
+from nsm_core.errors import CheckpointError, reason_of
 
 MAX_READ = 1 << 30  # bytes that one call asks the system for: Linux reads at most 2 GiB at once
 
@@ -20,7 +20,7 @@ class RandomAccessFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a writer
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+            raise CheckpointError(f"cannot read {path}: {reason_of(error)}") from error
         weakref.finalize(self, os.close, self._descriptor)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -43,7 +43,7 @@ class RandomAccessFile:
             try:
                 count = os.preadv(self._descriptor, [target[done : done + MAX_READ]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"cannot read {self.path}: {error}") from error
+                raise CheckpointError(f"cannot read {self.path}: {reason_of(error)}") from error
             if count == 0:
                 raise CheckpointError(f"{self.path} became shorter while it was read")
             done += count

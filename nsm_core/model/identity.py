@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from nsm_core.config import TOKENIZER_FILE, canonical_json, read_fields
-from nsm_core.errors import CheckpointError, NsmError
+from nsm_core.errors import CheckpointError, NsmError, reason_of
 from nsm_core.hashing import new_identity
 
 CONFIG_FILE = "config.json"
@@ -30,7 +30,7 @@ def fingerprint(directory: Path) -> str:
             # The config is hashed by its fields: its layout on disk does not matter.
             raw = canonical_json(read_fields(file)).encode() if name == CONFIG_FILE else file.read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot read {file}: {error}") from error
+            raise CheckpointError(f"cannot read {file}: {reason_of(error)}") from error
         digest.update(json.dumps([name, len(raw)]).encode())
         digest.update(raw)
     return digest.hexdigest()

@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
-from nsm_core.errors import CheckpointError
+from nsm_core.errors import CheckpointError, reason_of
 from nsm_core.formats.int4_groups import PackedInt4, is_packable, quantize_int4
 from nsm_core.formats.int8_rows import Int8Rows
 from nsm_core.formats.int8_rows import quantize_rows as quantize_rows
 from nsm_core.formats.one_thread import one_thread
+from nsm_core.model.bundled import no_model
 from nsm_core.model.identity import CONFIG_FILE as CONFIG_FILE
 from nsm_core.model.identity import WEIGHTS_FILE as WEIGHTS_FILE
 from nsm_core.model.identity import fingerprint as fingerprint
@@ -192,7 +193,7 @@ def _read_format(path: Path) -> WeightFormat:
         with safe_open(str(path), framework="pt") as file:
             return WeightFormat((file.metadata() or {}).get("format", "fp32"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read weights {path}: {error}") from error
+        raise CheckpointError(f"cannot read weights {path}: {reason_of(error)}") from error
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
@@ -201,15 +202,18 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
             metadata = file.metadata() or {}
             return {name: file.get_tensor(name) for name in file.keys()}, WeightFormat(metadata.get("format", "fp32"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read weights {path}: {error}") from error
+        raise CheckpointError(f"cannot read weights {path}: {reason_of(error)}") from error
 
 
 def require_directory(directory: Path) -> None:
     """Raises CheckpointError for a path where no model can be."""
+    if not directory.exists():
+        raise no_model(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"no model directory {directory}")
-    if not (directory / CONFIG_FILE).exists():
-        raise CheckpointError(f"no model in {directory}: it has no {CONFIG_FILE}")
+        raise CheckpointError(f"{directory} is a file: expected a model directory")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).exists():
+            raise CheckpointError(f"no model in {directory}: it has no {name}")
 
 
 def _read_description(directory: Path) -> tuple[ModelConfig, Tokenizer]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsm_core.errors import CheckpointError
+from nsm_core.errors import CheckpointError, reason_of
 from nsm_core.formats.foreign_content import describe_foreign
 from nsm_core.formats.gguf_file import Gguf, is_gguf, read_gguf
 from nsm_core.formats.pytorch_file import read_pytorch
@@ -139,7 +139,7 @@ def _only_weights(directory: Path) -> Path:
     try:
         found = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES and path.is_file())
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory}: {error}") from error
+        raise CheckpointError(f"cannot read {directory}: {reason_of(error)}") from error
     if len(found) != 1:
         names = ", ".join(shown_name(path.name) for path in found[:5]) or "none"
         raise CheckpointError(f"{directory} has no {CONFIG_FILE} and not one file of weights ({names}): give its path")

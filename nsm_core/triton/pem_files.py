@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 
 
 def check_ca(ca: Path) -> None:
@@ -13,7 +13,7 @@ def check_ca(ca: Path) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
     except OSError as error:
-        raise ConfigError(f"{ca} is no file with certificates of a CA: {_reason(error)}") from error
+        raise ConfigError(f"{ca} is no file with certificates of a CA: {reason_of(error)}") from error
 
 
 def check_pair(cert: Path, key: Path) -> None:
@@ -22,8 +22,4 @@ def check_pair(cert: Path, key: Path) -> None:
         # without a password, an encrypted key would ask the terminal
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
     except OSError as error:
-        raise ConfigError(f"{cert} and {key} are no certificate and its key: {_reason(error)}") from error
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+        raise ConfigError(f"{cert} and {key} are no certificate and its key: {reason_of(error)}") from error

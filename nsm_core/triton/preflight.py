@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 from nsm_core.triton.pem_files import check_ca, check_pair
 
 # What listens: the server's own default port, and the option that tells where (metrics are where HTTP is, unless told)
@@ -60,4 +60,4 @@ def _check_port(option: str, host: str, port: int) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that ended do not hold a port
             sock.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({option}): {error.strerror or error}") from error
+        raise ConfigError(f"cannot listen on {host}:{port} ({option}): {reason_of(error)}") from error

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from nsm_core.errors import CheckpointError
+from nsm_core.errors import CheckpointError, reason_of
 
 KEY = "run"
 
@@ -56,4 +56,4 @@ class Checkpoint:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
             return None if fields.pop("run_id") != run_id else cls(**fields, tensors=tensors)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+            raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error

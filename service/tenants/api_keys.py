@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 from nsm_core.hashing import identity
 from service.messages import validation_message
 
@@ -169,7 +169,7 @@ def _read(path: Path) -> _Reading:
     try:
         text = path.read_text("utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the API keys in {path}: {reason_of(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the API keys in {path} are not valid TOML: {_location(error)}") from error
     listed = parse_keys(text, path)

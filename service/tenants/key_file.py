@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 from service.tenants.api_keys import ApiKey, parse_keys
 
 NEW_FILE_MODE = 0o600
@@ -25,7 +25,7 @@ def add_key(path: Path, entry: ApiKey, made_on: datetime.date) -> None:
         text = path.read_text("utf-8") if path.exists() else ""
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else NEW_FILE_MODE
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
+        raise ConfigError(f"cannot read the API keys in {path}: {reason_of(error)}") from error
     is_declared = bool(text.strip()) and entry.tenant in parse_keys(text, path, allow_none=True).tenants
     parts = [text.rstrip("\n")] if text.strip() else []
     if not is_declared:
@@ -35,7 +35,7 @@ def add_key(path: Path, entry: ApiKey, made_on: datetime.date) -> None:
     try:
         _replace(path, new_text, mode)
     except OSError as error:
-        raise ConfigError(f"cannot write the API keys to {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write the API keys to {path}: {reason_of(error)}") from error
 
 
 def tenant_line(tenant: str) -> str:

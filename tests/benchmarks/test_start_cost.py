@@ -19,5 +19,5 @@ def test_a_start_is_measured_in_a_process_of_its_own(tiny_model_dir: Path) -> No
 
 
 def test_a_server_that_does_not_start_is_an_error_with_its_log(tmp_path: Path) -> None:
-    with pytest.raises(NsmError, match=r"(?s)did not start: .*no model directory"):
+    with pytest.raises(NsmError, match=r"(?s)did not start: .*no model .*nowhere: expected"):
         main(["--rounds", "1", "--idle", "0", "--serve", f"--model {tmp_path / 'nowhere'}"])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, reason_of
 from nsm_lab.charts import Line, line_chart
 from nsm_lab.evaluation.markdown import position_range, rate, short, table
 from nsm_lab.evaluation.model_facts import megabytes
@@ -34,7 +34,7 @@ def load(path: Path, label: str | None = None) -> Entry:
     try:
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
     parts = ("provenance", "model", "losses")
     if not isinstance(fields, dict) or not all(isinstance(fields.get(part), dict) for part in parts):
         raise ConfigError(f"{path} is not the report of an evaluation with losses: it lacks one of {', '.join(parts)}")

@@ -335,7 +335,7 @@ def test_a_file_of_hugging_faces_layout_asks_for_its_directory(tmp_path: Path) -
 def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write_hugging_face(tmp_path / "hf", hugging_face_tensors(TENSORS), num_parts=2)
     (path / "model-00001-of-00002.safetensors").unlink()
-    assert "model-00001-of-00002.safetensors: [Errno 2]" in refusal(path)
+    assert "model-00001-of-00002.safetensors: No such file or directory" in refusal(path)
 
 
 def test_directories_of_other_models_are_left_to_their_loaders(tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ def assert_one_line(result: Any, message: str, *, status: int = 1) -> None:
     assert result.exit_code == status
 
 
+def no_model(path: object) -> str:
+    """The message for a path where nothing is."""
+    names = "pulse-books, pulse-books-keyed, pulse-books-small"
+    return f"no model {path}: expected a model's file or directory, or the name of a bundled model ({names})"
+
+
 def id_of(stderr: str) -> str:
     """The session of a chat, as its last line tells how to come back to it."""
     found = re.search(r"--session (sess_[0-9a-f]{32})\n\Z", stderr)

@@ -10,7 +10,7 @@ import torch
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.baselines.register import register_baselines
-from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.service.cli.conftest import Nsm, assert_one_line, no_model
 from tests.support.models import save_small_model
 
 
@@ -44,4 +44,4 @@ def test_invalid_value_names_its_option(nsm: Nsm, model_dir: Path, tmp_path: Pat
     said = "layer 0 (d) cannot be written as ONNX: S4D computes with complex numbers, which ONNX operators do not take"
     assert_one_line(result, f"Invalid value for '--format': {said}", status=2)
     result = nsm("export", tmp_path / "nothing", "--output", tmp_path / "out")
-    assert_one_line(result, f"no model directory {tmp_path / 'nothing'}")
+    assert_one_line(result, no_model(tmp_path / "nothing"))

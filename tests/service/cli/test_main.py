@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from service.cli.main import main
-from tests.service.cli.conftest import NSM, Nsm, assert_one_line
+from tests.service.cli.conftest import NSM, Nsm, assert_one_line, no_model
 
 COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "bench", "top", "info")
 
@@ -85,7 +85,7 @@ def test_a_bad_variable_is_named(nsm: Nsm) -> None:
 
 @pytest.mark.parametrize("args", [("generate", "x"), ("chat",), ("info",)], ids=["generate", "chat", "info"])
 def test_missing_model_is_an_error_of_one_line(nsm: Nsm, args: tuple[str, ...]) -> None:
-    assert_one_line(nsm(*args, "--model", "/no/such"), "no model directory /no/such (set by NSM_MODEL or --model)")
+    assert_one_line(nsm(*args, "--model", "/no/such"), f"{no_model('/no/such')} (set by NSM_MODEL or --model)")
 
 
 def test_an_unexpected_error_is_one_line_too_and_debug_shows_it(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from nsm_core.rwkv7.opening import open_files
-from tests.service.cli.conftest import Nsm
+from tests.service.cli.conftest import Nsm, no_model
 from tests.support.model_files import write_pth
 from tests.support.rwkv7_files import CONFIG, WRITERS, model_tensors, write_hugging_face
 
@@ -71,13 +72,16 @@ def test_a_file_that_is_no_model_ends_with_one_line(nsm: Nsm, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_path_without_a_model_has_the_same_words_in_both_commands(nsm: Nsm, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
+def test_a_path_without_a_model_has_the_same_words_in_both_commands(nsm: Nsm, tmp_path: Path, model_dir: Path) -> None:
+    empty, weightless = tmp_path / "empty", tmp_path / "weightless"
     empty.mkdir()
+    weightless.mkdir()
+    shutil.copy(model_dir / "config.json", weightless)
     for given, words in (
-        ("nope", "no model 'nope': it is no file or directory here, and the bundled models are"),
-        (tmp_path / "nope", f"no model directory {tmp_path / 'nope'}"),
-        (empty, f"no model in {empty}: it has no config.json"),
+        ("nope.pth", f"{no_model('nope.pth')}\n"),
+        (tmp_path / "nope.pth", f"{no_model(tmp_path / 'nope.pth')}\n"),
+        (empty, f"no model in {empty}: it has no config.json\n"),
+        (weightless, f"no model in {weightless}: it has no weights.safetensors\n"),
     ):
         found = [
             nsm("model", *command) for command in (("inspect", given), ("convert", given, "--out", tmp_path / "o"))

@@ -21,7 +21,7 @@ from typer.main import get_command
 from nsm_core.execution.names import EXECUTOR_NAMES
 from service.cli.main import app
 from service.settings import STORES, Settings, shown_default
-from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
+from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of, no_model
 from tests.support.rwkv7_files import WRITERS, model_tensors
 
 
@@ -56,7 +56,7 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
             "tape",
             f"NSM_STORE (--store): must be one of {', '.join(STORES)}, got 'tape'",
         ),
-        ("--model", "/no/such", "no model directory /no/such (set by NSM_MODEL or --model)"),
+        ("--model", "/no/such", f"{no_model('/no/such')} (set by NSM_MODEL or --model)"),
         (
             "--token-budget",
             3,

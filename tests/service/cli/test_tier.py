@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
-from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.service.cli.conftest import Nsm, assert_one_line, no_model
 from tests.support.models import random_model, small_config
 
 
@@ -52,4 +52,4 @@ def test_wrong_arguments_are_refused_in_one_line(nsm: Nsm, tmp_path: Path, tiny_
     result = nsm("tier", whole, "--states", 4, "--out", whole)
     assert_one_line(result, f"{whole} exists and is not an empty directory")
     result = nsm("tier", tmp_path / "nothing", "--states", 4, "--out", tmp_path / "small")
-    assert_one_line(result, f"no model directory {tmp_path / 'nothing'}")
+    assert_one_line(result, no_model(tmp_path / "nothing"))

@@ -121,9 +121,9 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "engine.sock"))
         sock.listen()
-        refusing = threading.Thread(target=refuse, args=(sock, "no model directory /none"))
+        refusing = threading.Thread(target=refuse, args=(sock, "no model /none"))
         refusing.start()
-        with pytest.raises(ConfigError, match="no model directory /none"):
+        with pytest.raises(ConfigError, match="no model /none"):
             await ProcessBackend(tmp_path / "engine.sock").start()
         refusing.join()
 
