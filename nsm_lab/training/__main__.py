@@ -47,8 +47,8 @@ class _ModelOption:
 MODEL_OPTIONS = {
     "layer_pattern": _ModelOption(str, "a letter for each layer, repeated as often as needed: see docs/model.md"),
     "vocab_size": _ModelOption(int, "tokens in the vocabulary"),
-    "d_model": _ModelOption(int, "width"),
-    "num_layers": _ModelOption(int, "layers"),
+    "d_model": _ModelOption(int, "width of the layers"),
+    "num_layers": _ModelOption(int, "number of layers"),
     "num_heads": _ModelOption(int, "heads of a layer"),
     "num_memory_slots": _ModelOption(int, "memory slots of a head"),
     "router": _ModelOption(str, "softmax: slots compete for a token; sigmoid: each slot decides for itself"),
