@@ -6,17 +6,21 @@ copy on this device); and prompts. Of ours bf16 matrices and fp32 states, in gra
 its states, launched from Python, as its own classes do it.
 
 `--ours` leaves the other library out, which must be installed (`flash-linear-attention`, `transformers`); `--fla`
-measures it alone. Its kernels are tuned at the first call of a kind, which is a row of its own. Its prompts alone:
-`--sizes 0.1B --fla --rows --prompts 32768 131072 --repeats 1`.
+measures it alone. Its kernels are tuned at the first call of a kind, which is a row of its own. A prompt's choose among
+several hundred configurations, 135 of them of one kernel, and compile them one after the other: minutes.
+`--compile-workers 16` compiles all of them before, in so many processes; the choice then finds them in Triton's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -161,6 +165,35 @@ def measure(
         yield {"of": name, "prompt": length, "seconds": min(times), "tokens_per_s": length / min(times)}
 
 
+def compile_configurations(size: str, prompt: int, workers: int) -> Iterator[Row]:
+    """Leaves all configurations of fla's kernels in Triton's cache: each process compiles a share of them."""
+    started = time.perf_counter()
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        shares = [pool.submit(_compile_share, size, prompt, number, workers) for number in range(workers)]
+    failed = [str(share.exception()) for share in shares if share.exception() is not None]
+    yield {"of": "fla", "compiled_in_s": time.perf_counter() - started, "failed": failed}
+
+
+@torch.inference_mode()
+def _compile_share(size: str, prompt: int, number: int, count: int) -> None:
+    """Reads a prompt and makes a step with a model of two layers, whose kernels choose among every `count`-th
+    configuration."""
+    from triton.runtime.autotuner import Autotuner
+
+    begin = Autotuner.__init__
+
+    def with_share(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        share = configs and (configs[number::count] or [configs[number % len(configs)]])
+        begin(self, fn, arg_names, share, *args, **kwargs)
+
+    Autotuner.__init__ = with_share  # before the library makes its kernels
+    config = dataclasses.replace(config_of(size), num_layers=2)
+    model = TheirsByFla(config, random_tensors(config))
+    model.read(prompt_ids(prompt))
+    model.open(1)
+    model.step([1])
+
+
 def floors(ours: Ours, rows: Sequence[int]) -> Iterator[Row]:
     rate = copy_rate()
     for num_rows in rows:
@@ -170,7 +203,13 @@ def floors(ours: Ours, rows: Sequence[int]) -> Iterator[Row]:
 
 @torch.inference_mode()
 def measure_size(
-    size: str, rows: Sequence[int], prompts: Sequence[int], *, libraries: Sequence[str], repeats: int
+    size: str,
+    rows: Sequence[int],
+    prompts: Sequence[int],
+    *,
+    libraries: Sequence[str],
+    repeats: int,
+    compile_workers: int,
 ) -> Iterator[Row]:
     config = config_of(size)
     tensors = random_tensors(config)
@@ -185,6 +224,8 @@ def measure_size(
         yield from floors(ours, rows)
         yield from measure("ours", ours, rows, prompts, repeats)
     if "fla" in libraries:
+        if compile_workers and prompts:
+            yield from compile_configurations(size, min(prompts), compile_workers)
         subjects["fla"] = TheirsByFla(config, tensors)
         yield from measure("fla", subjects["fla"], rows, prompts, repeats)
     for name, subject in subjects.items():
@@ -199,6 +240,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS, help="of a step")
     parser.add_argument("--prompts", nargs="*", type=int, default=PROMPTS, help="lengths in tokens")
     parser.add_argument("--repeats", type=int, default=2, help="of a prompt, after two calls that are not counted")
+    parser.add_argument("--compile-workers", type=int, default=0, help="processes that compile fla's kernels before")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--ours", action="store_true")
     only.add_argument("--fla", action="store_true")
@@ -207,8 +249,9 @@ def main() -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     for size in arguments.sizes:
         for row in measure_size(
-            size, arguments.rows, arguments.prompts, libraries=libraries, repeats=arguments.repeats
-        ):
+            size, arguments.rows, arguments.prompts, libraries=libraries, repeats=arguments.repeats,
+            compile_workers=arguments.compile_workers,
+        ):  # fmt: skip
             print(json.dumps({"size": size, **row}), flush=True)
 
 

@@ -8,7 +8,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from nsm_core.model.router import Router
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.devices import resolve_precision
 from nsm_lab.evaluation.mqar.config import MqarConfig
-from nsm_lab.evaluation.mqar.data import TEST_TASKS, TRAIN_TASKS, Examples, Task, generate
+from nsm_lab.evaluation.mqar.data import TEST_TASKS, TRAIN_TASKS, Task, generate
 from nsm_lab.evaluation.mqar.report import Accuracy, Epoch, MqarReport, count_state
 from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
@@ -79,11 +79,7 @@ class Recall:
 
     def _generate(self, tasks: tuple[Task, ...], seed: tuple[int, int]) -> list[Batch]:
         vocab_size = self.config.model.vocab_size
-        return [self._on_device(_generated(task, (*seed, number), vocab_size)) for number, task in enumerate(tasks)]
-
-    def _on_device(self, examples: Examples) -> Batch:
-        arrays = (examples.ids, examples.positions, examples.values)
-        return Batch(*(torch.from_numpy(array).to(self.device, torch.int32) for array in arrays))
+        return [_on_device(task, (*seed, number), vocab_size, self.device) for number, task in enumerate(tasks)]
 
     def run(self) -> MqarReport:
         """Trains until the epochs, the time or the target is reached, and tests after every epoch."""
@@ -91,13 +87,13 @@ class Recall:
         for number in range(self.config.epochs):
             loss = self._train_epoch(number, started)
             accuracies = self.test()
-            history.append(Epoch(number + 1, loss, _mean(accuracies), time.monotonic() - started))
+            history.append(Epoch(number + 1, loss, mean_accuracy(accuracies), time.monotonic() - started))
             last = history[-1]
             line = f"epoch {last.number}: loss {loss:.4f}, test mean {last.test_mean:.4f}, {last.elapsed_s:.0f} s"
             tqdm.write(line, file=sys.stderr)
             if last.test_mean >= self.config.target or self._progress(number + 1, 0, started) >= 1.0:
                 break
-        return self._report(accuracies, history)
+        return self.report(accuracies, history)
 
     def _progress(self, epoch: int, step: int, started: float) -> float:
         """Share of the run that is done, by steps or by time, whichever is further."""
@@ -109,8 +105,9 @@ class Recall:
         """One pass in a new order; returns the mean loss. Ends early when the time is over."""
         self.model.train()
         total, count = torch.zeros((), device=self.device), 0
-        batches = self._batches(np.random.default_rng((self.config.seed, 2, epoch)))
-        for batch in tqdm(batches, total=self.steps_per_epoch, desc=f"epoch {epoch + 1}", leave=False, disable=None):
+        for batch in tqdm(
+            self._batches(epoch), total=self.steps_per_epoch, desc=f"epoch {epoch + 1}", leave=False, disable=None
+        ):
             progress = self._progress(epoch, count, started)
             if progress >= 1.0:
                 break
@@ -118,20 +115,26 @@ class Recall:
             count += 1
         return float(total) / max(1, count)
 
-    def _batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        """Every training sequence once; a batch holds sequences of one task."""
+    def order(self, epoch: int) -> list[tuple[int, int]]:
+        """The batches of a pass as (task, first sequence): every training sequence once, a batch of one task."""
         size = self.config.batch
         starts = [
             (number, first) for number, data in enumerate(self.train_sets) for first in range(0, len(data.ids), size)
         ]
-        for index in rng.permutation(len(starts)):
-            number, first = starts[index]
-            yield _rows(self.train_sets[number], slice(first, first + size))
+        return [starts[index] for index in np.random.default_rng((self.config.seed, 2, epoch)).permutation(len(starts))]
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        for number, first in self.order(epoch):
+            yield rows_of(self.train_sets[number], slice(first, first + self.config.batch))
 
     def train_step(self, batch: Batch, progress: float) -> Tensor:
         """One update at the learning rate of `progress` in [0, 1]; returns the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * lr_factor(progress, self.config.warmup)
+        return self.update(batch)
+
+    def update(self, batch: Batch) -> Tensor:
+        """One update at the optimiser's learning rates; returns the loss. Waits for nothing on the device."""
         with self._autocast():
             loss: Tensor = self.loss(self.model, batch)
         torch.autograd.backward(loss)
@@ -151,7 +154,7 @@ class Recall:
         for task, data in zip(self.config.test_tasks, self.test_sets, strict=True):
             rows, right = max(1, _TEST_TOKENS // task.length), torch.zeros((), device=self.device)
             for first in range(0, len(data.ids), rows):
-                batch = _rows(data, slice(first, first + rows))
+                batch = rows_of(data, slice(first, first + rows))
                 with self._autocast():
                     right += (query_logits(self.model, batch).argmax(dim=-1) == batch.values).sum()
             accuracies.append(_accuracy(task, float(right)))
@@ -161,7 +164,7 @@ class Recall:
         is_bf16 = self.precision == "bf16"
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=is_bf16)
 
-    def _report(self, accuracies: tuple[Accuracy, ...], history: list[Epoch]) -> MqarReport:
+    def report(self, accuracies: tuple[Accuracy, ...], history: Sequence[Epoch]) -> MqarReport:
         config = self.config
         return MqarReport(
             model=dataclasses.asdict(config.model),
@@ -170,7 +173,7 @@ class Recall:
             **count_state(self.model.state_spec),
             settings={**{name: getattr(config, name) for name in _SETTINGS}, "precision": self.precision},
             accuracies=accuracies,
-            test_mean=_mean(accuracies),
+            test_mean=mean_accuracy(accuracies),
             history=tuple(history),
             device=torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else self.device,
             command=command_line(),
@@ -181,9 +184,14 @@ class Recall:
 
 
 @functools.lru_cache(maxsize=len(TRAIN_TASKS) + len(TEST_TASKS))
-def _generated(task: Task, seed: tuple[int, ...], vocab_size: int) -> Examples:
-    """Kept, because runs that follow each other in a process often have the same examples."""
-    return generate(task, np.random.default_rng(seed), vocab_size)
+def _on_device(task: Task, seed: tuple[int, ...], vocab_size: int, device: str) -> Batch:
+    """Kept, because runs in one process often have the same examples. On the device when this returns."""
+    examples = generate(task, np.random.default_rng(seed), vocab_size)
+    arrays = (examples.ids, examples.positions, examples.values)
+    batch = Batch(*(torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays))
+    if batch.ids.is_cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return batch
 
 
 def lr_factor(progress: float, warmup: float) -> float:
@@ -204,7 +212,8 @@ def _optimizer(model: NsmModel, config: MqarConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=next(model.parameters()).is_cuda)
 
 
-def _rows(batch: Batch, part: slice) -> Batch:
+def rows_of(batch: Batch, part: slice | Tensor) -> Batch:
+    """Some of the sequences, their numbers as int64."""
     return Batch(*(tensor[part].long() for tensor in (batch.ids, batch.positions, batch.values)))
 
 
@@ -212,7 +221,7 @@ def _accuracy(task: Task, num_right: float) -> Accuracy:
     return Accuracy(task.length, task.pairs, task.num_examples, num_right / (task.num_examples * task.pairs))
 
 
-def _mean(accuracies: tuple[Accuracy, ...]) -> float:
+def mean_accuracy(accuracies: Sequence[Accuracy]) -> float:
     """Mean over all test sequences with equal weights, as in Zoology's figures."""
     count = sum(accuracy.num_examples for accuracy in accuracies)
     return sum(accuracy.accuracy * accuracy.num_examples for accuracy in accuracies) / count

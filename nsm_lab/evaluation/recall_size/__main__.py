@@ -15,6 +15,7 @@ from nsm_core.execution.devices import resolve_device
 from nsm_lab.evaluation.recall_size.grid import Plan, SizeRun, train
 from nsm_lab.evaluation.recall_size.points import CURVES, SIZES
 from nsm_lab.evaluation.recall_size.report import figure, markdown
+from nsm_lab.evaluation.recall_size.side_by_side import run_side_by_side
 from nsm_lab.evaluation.recall_size.workers import run_all
 from nsm_lab.evaluation.runs_file import RunsFile
 from nsm_lab.provenance import origin
@@ -31,8 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=4, help="passes over the examples (Zoology: 32)")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--share", type=float, default=1.0, help="of Zoology's examples, for trials")
-    parser.add_argument("--workers", type=int, default=6, help="trainings side by side")
-    parser.add_argument("--time-limit-s", type=float, default=math.inf, help="then it stops; what runs is lost")
+    parser.add_argument("--workers", type=int, default=6, help="trainings side by side: processes, on a GPU streams")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=math.inf, help="then it stops; on a CPU what runs is lost"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True, help="OUTPUT.jsonl, OUTPUT.md and OUTPUT.svg")
     return parser
@@ -40,16 +43,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def write_report(plan: Plan, runs: RunsFile, output: Path) -> None:
     """Table and figure from the runs so far."""
-    rates = plan.rates(runs)
+    rates, results = plan.rates(runs), plan.of_this(runs.results)
     facts = {
         **origin(),
-        "devices": ", ".join(sorted({result["device"] for result in runs.results})),
+        "examples": f"{plan.share:g} of Zoology's, {plan.epochs} passes, batches of {plan.batch}",
+        "devices": ", ".join(sorted({result["device"] for result in results})),
     }
     how = "\n".join(f"- {name}: `{value}`" for name, value in facts.items())
-    text = f"# Recall against state size\n\n{markdown(runs.results, rates)}\n\n## How it was measured\n\n{how}\n"
+    text = f"# Recall against state size\n\n{markdown(results, rates)}\n\n## How it was measured\n\n{how}\n"
     output.with_suffix(".md").write_text(text, "utf-8")
     if rates:
-        output.with_suffix(".svg").write_text(figure(runs.results, rates), "utf-8")
+        output.with_suffix(".svg").write_text(figure(results, rates), "utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     failed: list[SizeRun] = []
     for stage in (plan.tuning, lambda: plan.points(runs)):
-        todo = plan.missing(stage(), runs)
-        failed += run_all(todo, train, device=device, workers=options.workers, deadline=deadline, done=done)
+        todo, limits = plan.missing(stage(), runs), {"deadline": deadline, "done": done}
+        if device.startswith("cuda"):
+            failed += run_side_by_side(todo, device=device, lanes=options.workers, **limits)
+        else:
+            failed += run_all(todo, train, device=device, workers=options.workers, **limits)
     write_report(plan, runs, options.output)
     return 1 if failed else 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nsm_lab.evaluation.mqar.config import MqarConfig
 from nsm_lab.evaluation.mqar.data import TEST_TASKS, TRAIN_TASKS, Task
+from nsm_lab.evaluation.mqar.report import MqarReport
 from nsm_lab.evaluation.mqar.train import Recall
 from nsm_lab.evaluation.recall_size.points import model_config
 from nsm_lab.evaluation.runs_file import RunsFile
@@ -53,6 +54,11 @@ class Plan:
             for seed in self.seeds for size in self.sizes for curve, lr in self.rates(runs).items()
         ]  # fmt: skip
 
+    def of_this(self, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Those of `results` that were trained as this grid is: as long, on as many examples, in such batches."""
+        protocol = {"epochs": self.epochs, "batch": self.batch, "share": self.share}
+        return [result for result in results if protocol.items() <= result["run"].items()]
+
     def missing(self, wanted: Sequence[SizeRun], runs: RunsFile) -> list[SizeRun]:
         """Those of `wanted` without a result."""
         return [run for run in wanted if runs.find(dataclasses.asdict(run)) is None]
@@ -72,8 +78,12 @@ class Plan:
 
 
 def train(run: SizeRun, device: str) -> dict[str, Any]:
+    """One training by itself."""
+    return outcome_of(Recall(mqar_config(run, device)).run())
+
+
+def outcome_of(report: MqarReport) -> dict[str, Any]:
     """What the results' file keeps of a training."""
-    report = Recall(mqar_config(run, device)).run()
     last = report.history[-1]
     return {
         "mean": report.test_mean,

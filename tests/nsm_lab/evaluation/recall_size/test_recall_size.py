@@ -5,15 +5,19 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nsm_core.model.nsm import NsmModel
 from nsm_lab.baselines.register import register_baselines
+from nsm_lab.evaluation.mqar.recorded import RecordedRecall, Recorder
 from nsm_lab.evaluation.mqar.report import count_state
+from nsm_lab.evaluation.mqar.train import Recall
+from nsm_lab.evaluation.recall_size import side_by_side
 from nsm_lab.evaluation.recall_size.__main__ import main
-from nsm_lab.evaluation.recall_size.grid import Plan, SizeRun, mqar_config
+from nsm_lab.evaluation.recall_size.grid import Plan, SizeRun, mqar_config, train
 from nsm_lab.evaluation.recall_size.points import CURVES, SIZES, model_config
 from nsm_lab.evaluation.recall_size.workers import run_all
 from nsm_lab.evaluation.runs_file import RunsFile
@@ -86,6 +90,38 @@ def test_nothing_is_begun_after_the_deadline() -> None:
     found: dict[SizeRun, dict[str, object]] = {}
     assert run_all(PLAN.tuning(), train_some, device="cpu", workers=1, deadline=0.0, done=found.__setitem__) == []
     assert not found
+
+
+def test_results_of_another_length_are_not_of_this_figure() -> None:
+    runs = [dataclasses.asdict(dataclasses.replace(PLAN.tuning()[0], epochs=epochs)) for epochs in (1, 4)]
+    results = [{"run": run} for run in runs]
+    assert PLAN.of_this(results) == results[:1]
+
+
+def test_trainings_side_by_side_end_as_one_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def prepared(recall: Recall, recorder: Recorder) -> RecordedRecall:
+        if recall.config.seed == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return RecordedRecall(recall, recorder)
+
+    monkeypatch.setattr(side_by_side, "RecordedRecall", prepared)
+    base = SizeRun(curve="window", size=8192, lr=1e-3, seed=0, epochs=1, batch=8, share=0.0001)
+    runs = [dataclasses.replace(base, seed=seed) for seed in range(3)]
+    found: dict[SizeRun, dict[str, Any]] = {}
+
+    def run_until(deadline: float) -> list[SizeRun]:
+        return side_by_side.run_side_by_side(runs, device="cpu", lanes=2, deadline=deadline, done=found.__setitem__)
+
+    assert run_until(0.0) == []
+    assert not found
+    assert run_until(time.monotonic() + 600) == [runs[1]]
+    assert "not permitted when stream is capturing" in capfd.readouterr().err
+    assert set(found) == {runs[0], runs[2]}
+    alone = train(runs[0], "cpu")
+    assert found[runs[0]]["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-3)
+    assert found[runs[0]]["num_parameters"] == alone["num_parameters"]
 
 
 def test_the_command_draws_the_figure_and_goes_on_where_it_was(tmp_path: Path) -> None:
