@@ -37,6 +37,11 @@ class Recorder:
                 # as long as one graph is kept, the memory of the others is used again
                 self._first = self._graph(lambda: torch.zeros(1, device=device))
 
+    def follow(self) -> None:
+        """Lets what this stream does next wait for all that the current stream was given."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
     def record(self, work: Work) -> Work:
         """What does the launches of `work` again. Called with the stream as the current one; `work` ran before."""
         return work if self.stream is None else self._graph(work).replay
@@ -70,6 +75,7 @@ class RecordedRecall:
         config, device = recall.config, recall.device
         self._order = [position for epoch in range(config.epochs) for position in recall.order(epoch)]
         factors = [lr_factor(step / len(self._order), config.warmup) for step in range(len(self._order))]
+        recorder.follow()  # the model may still be on its way to the device
         with torch.cuda.stream(recorder.stream):
             self._first = torch.tensor([first for _, first in self._order], device=device)
             self._rates = config.lr * torch.tensor(factors, device=device)
@@ -126,7 +132,7 @@ class RecordedRecall:
         """Each kind's step runs once before it is recorded; then model and optimiser are as they were."""
         model, optimizer = self._recall.model, self._recall.optimizer
         for group in optimizer.param_groups:
-            group["lr"], group["capturable"] = self._rate, self._rate.is_cuda
+            group["lr"] = self._rate
         model.train()
         changed = (*model.parameters(), *model.buffers(), self._first, self._losses, self._step)
         before = [tensor.detach().clone() for tensor in changed]
@@ -140,6 +146,8 @@ class RecordedRecall:
         for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()
+        for group in optimizer.param_groups:
+            group["capturable"] = self._rate.is_cuda
         return {kind: self._recorder.record(update) for kind, update in work.items()}
 
     def _update(self, task: int, num_rows: int) -> None:
