@@ -1,7 +1,8 @@
 """The architectures that can be served, by name: how each knows its files, and loads them.
 
-To add one: a package beside `model` and `rwkv7` with a SequenceModel, a row here, and a row in
-`nsm_core/execution/choose.py`, which decides how it is computed.
+To add one: a package beside `model` and `rwkv7` with a SequenceModel, a row here, a row in
+`nsm_core/execution/choose.py`, which decides how it is computed, and one in `service/cli/model.py`, which describes its
+files. benchmarks/notes/adding-layers.md has all steps.
 """
 
 from __future__ import annotations

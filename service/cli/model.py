@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,11 +37,8 @@ class ModelFormat(enum.StrEnum):
 @app.command()
 def inspect(model: ModelPath, as_json: options.AsJson = False) -> None:
     """Show a model's architecture, sizes, state, tokenizer and template; only headers of its files are read."""
-    from nsm_core.model.bundled import find_checkpoint
-    from nsm_core.rwkv7.opening import OpenModel, claims
-
-    path = find_checkpoint(model)
-    facts = rwkv7_facts(OpenModel(path)) if claims(path) else _nsm_facts(path)
+    path, files = _found(model)
+    facts = files.describe(path)
     if as_json:
         print_json(facts)
     else:
@@ -59,27 +58,34 @@ def convert(
     ] = None,
 ) -> None:
     """Write a model, RWKV-7 of any layout too, as a model directory with other numbers."""
-    from nsm_core.model.bundled import find_checkpoint
-    from nsm_core.rwkv7.opening import OpenModel, claims
-    from nsm_core.rwkv7.saving import save_model
-
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise typer.BadParameter(f"{output} is not a new or empty directory", param_hint="'--out'")
-    path = find_checkpoint(model)
-    if claims(path):
-        opened = OpenModel(path)
-        template = opened.template.text if chat_template is None else _template_text(chat_template)
-        save_model(opened, output, weight_format.value, chat_template=template)
-        written = OpenModel(output).tensors.weight_format
-    else:
-        template = _convert_nsm(path, output, weight_format, chat_template)
-        written = weight_format.value
+    path, files = _found(model)
+    template, written = files.convert(path, output, weight_format, chat_template)
     total = sum(file.stat().st_size for file in output.iterdir())
     note(f"{output}: {total:,} bytes, {written}, chat template {_first_line(template)}")
 
 
-def _convert_nsm(path: Path, output: Path, weight_format: ModelFormat, chat_template: str | None) -> str:
-    """The written model's chat template, by name."""
+def _found(model: Path) -> tuple[Path, _Files]:
+    """Where a model is, and the commands for its architecture. Raises CheckpointError."""
+    from nsm_core.architectures import architecture_of
+    from nsm_core.model.bundled import find_checkpoint
+
+    path = find_checkpoint(model)
+    return path, FILES[architecture_of(path).name]
+
+
+def _convert_rwkv7(path: Path, output: Path, weight_format: ModelFormat, chat_template: str | None) -> tuple[str, str]:
+    from nsm_core.rwkv7.opening import OpenModel
+    from nsm_core.rwkv7.saving import save_model
+
+    opened = OpenModel(path)
+    template = opened.template.text if chat_template is None else _template_text(chat_template)
+    save_model(opened, output, weight_format.value, chat_template=template)
+    return template, OpenModel(output).tensors.weight_format
+
+
+def _convert_nsm(path: Path, output: Path, weight_format: ModelFormat, chat_template: str | None) -> tuple[str, str]:
     from nsm_core.config import ModelConfig
     from nsm_core.model.storage import CONFIG_FILE, WeightFormat, convert_model, require_directory
 
@@ -88,7 +94,13 @@ def _convert_nsm(path: Path, output: Path, weight_format: ModelFormat, chat_temp
         raise typer.BadParameter(f"{path} can be int8, int4, bf16 or fp32", param_hint="'--weight-format'")
     template = None if chat_template is None else _template_text(chat_template)
     convert_model(path, output, WeightFormat(weight_format.value), chat_template=template)
-    return ModelConfig.load(output / CONFIG_FILE).chat_template
+    return ModelConfig.load(output / CONFIG_FILE).chat_template, weight_format.value
+
+
+def _describe_rwkv7(path: Path) -> dict[str, Any]:
+    from nsm_core.rwkv7.opening import OpenModel
+
+    return rwkv7_facts(OpenModel(path))
 
 
 def rwkv7_facts(model: OpenModel) -> dict[str, Any]:
@@ -133,7 +145,7 @@ def _tokenizer_fact(model: OpenModel) -> str:
     return f"{type(tokenizer).__name__}, {len(tokenizer.ids_with(frozenset(range(256)))):,} tokens of text"
 
 
-def _nsm_facts(path: Path) -> dict[str, Any]:
+def _describe_nsm(path: Path) -> dict[str, Any]:
     from nsm_core.execution.choose import choose_executor
     from nsm_core.model.loader import load_checkpoint
 
@@ -151,6 +163,20 @@ def _nsm_facts(path: Path) -> dict[str, Any]:
         "tokenizer": type(loaded.tokenizer).__name__,
         "chat_template": loaded.config.chat_template,
     }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """What `nsm model` does with an architecture's files. `convert`: from a path, to a directory, in a format, with a
+    chat template or the model's own; returns the written template and format.
+    """
+
+    describe: Callable[[Path], dict[str, Any]]
+    convert: Callable[[Path, Path, ModelFormat, str | None], tuple[str, str]]
+
+
+# By the architecture's name in nsm_core/architectures.py
+FILES = {"rwkv7": _Files(_describe_rwkv7, _convert_rwkv7), "nsm": _Files(_describe_nsm, _convert_nsm)}
 
 
 def _template_text(given: str) -> str:

@@ -42,7 +42,7 @@ class RecordStore(Protocol):
     """Every call names the tenant: another tenant's document does not exist. Neither does one whose TTL ran out.
 
     Lives on the connections of a session store, and is open while that is. Errors: VersionConflict, StoreUnavailable,
-    StorageFull. Implementations: `sqlite`, `redis`, `memory`.
+    StorageFull. Implementations: `sqlite`, `redis`.
     """
 
     async def get(self, *, tenant: str, kind: Kind, record_id: str) -> Record | None: ...

@@ -62,20 +62,25 @@ class Ballast:
         `when_full`: what runs there in its place, such as the same in smaller transactions.
         """
 
-        def guarded(connection: sqlite3.Connection) -> Result:
-            if self.make():
-                try:
-                    return work(connection)
-                except sqlite3.Error as error:
-                    if not is_full(error):
-                        raise
+        def run_when_full(connection: sqlite3.Connection) -> Result:
             return self._run_in_ballast(connection, when_full or work, slack_bytes=SLACK_BYTES)
 
-        return guarded
+        return self._guarded(work, run_when_full)
 
     def guard_new(self, work: Work[Result]) -> Work[Result]:
         """`work`, which adds a session. On a full disk it needs free pages in the database, or raises StorageFull."""
 
+        def run_when_full(connection: sqlite3.Connection) -> Result:
+            (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
+            if num_free * page_bytes(connection) < STATE_BYTES:
+                raise StorageFull("the session store is full")
+            return self._run_in_ballast(connection, work, slack_bytes=0)
+
+        return self._guarded(work, run_when_full)
+
+    def _guarded(self, work: Work[Result], run_when_full: Work[Result]) -> Work[Result]:
+        """`work`; `run_when_full` where the disk is full, for it or for the ballast."""
+
         def guarded(connection: sqlite3.Connection) -> Result:
             if self.make():
                 try:
@@ -83,10 +88,7 @@ class Ballast:
                 except sqlite3.Error as error:
                     if not is_full(error):
                         raise
-            (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
-            if num_free * page_bytes(connection) < STATE_BYTES:
-                raise StorageFull("the session store is full")
-            return self._run_in_ballast(connection, work, slack_bytes=0)
+            return run_when_full(connection)
 
         return guarded
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsm_core.architectures import ARCHITECTURES
 from nsm_core.rwkv7.opening import open_files
+from service.cli.model import FILES
 from tests.service.cli.conftest import Nsm, no_model
 from tests.support.model_files import write_pth
 from tests.support.rwkv7_files import CONFIG, WRITERS, model_tensors, write_hugging_face
@@ -34,6 +36,10 @@ def test_inspect_reports_an_rwkv7_model(nsm: Nsm, tmp_path: Path, layout: str, f
     assert facts["state_bytes"] == 8 + 4 * CONFIG.num_layers * CONFIG.width * (CONFIG.head_size + 2)
     assert facts["tokenizer"] == "WorldTokenizer, 556 tokens of text"
     assert facts["chat_template"] == "rwkv-v1"
+
+
+def test_every_architecture_is_described_and_converted() -> None:
+    assert FILES.keys() == {architecture.name for architecture in ARCHITECTURES}
 
 
 def test_inspect_reads_headers_alone(nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
