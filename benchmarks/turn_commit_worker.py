@@ -169,9 +169,53 @@ async def large(args: argparse.Namespace) -> dict[str, Any]:
     return {"stored_ms": stored_ms, "ms": found}
 
 
+async def first_token(app: Any, session_id: str, text: Any) -> tuple[float, dict[str, int]]:
+    """Milliseconds until the first frame of a streamed turn of two tokens, and the token counts of its usage. Without
+    httpx, which gives an application's answer as a whole.
+    """
+    body = {"input": text, "max_tokens": 2, "ignore_eos": True, "stream": True}
+    raw = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+    path, first_ms, frames = f"/v1/sessions/{session_id}/generate", 0.0, b""
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(raw))}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+    }
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+    scope |= {"client": ("127.0.0.1", 1), "server": ("localhost", 80)}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    requests, never = [{"type": "http.request", "body": raw, "more_body": False}], asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await never.wait()  # the client stays
+        return requests.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal first_ms, frames
+        if message["type"] == "http.response.start" and message["status"] != 200:
+            raise RuntimeError(f"status {message['status']}")
+        frames += message.get("body", b"")
+        if b"data:" in frames and not first_ms:
+            first_ms = 1000 * (time.perf_counter() - started)
+
+    started = time.perf_counter()
+    await app(scope, receive, send)
+    chunks = [json.loads(line[5:]) for line in frames.split(b"\n") if line.startswith(b"data: {")]
+    details = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))["prompt_tokens_details"]
+    return first_ms, details
+
+
 async def cold(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a turn of one token on a gateway that never saw the session. `read_ms`: of one that reads as
-    many tokens, new ones, where the session's state is in memory.
+    """Milliseconds until the first token of a turn on a gateway that never saw the session, and tokens that it read
+    again. It has served others: a turn of another session comes before.
+
+    `ms`: the session has just had a turn of 32 tokens elsewhere, after a snapshot. `stored_ms`: the snapshot is of the
+    head, as when nobody has used the session for a minute. `read_ms`: of a turn that reads as many tokens as `ms`, new
+    ones, where the state is in memory.
     """
     import torch
 
@@ -181,28 +225,43 @@ async def cold(args: argparse.Namespace) -> dict[str, Any]:
     from service.backends.local import LocalBackend
 
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {"replayed": [], "ms": [], "read_ms": []}
+    found: dict[str, list[float]] = {"replayed": [], "ms": [], "read_ms": [], "stored_ms": []}
 
-    async def timed(client: Any, session_id: str, text: Any) -> dict[str, Any]:
-        started = time.perf_counter()
-        answer: dict[str, Any] = await say(client, session_id, {"input": text, "max_tokens": 1})
-        return {**answer, "ms": 1000 * (time.perf_counter() - started)}
+    @contextlib.asynccontextmanager
+    async def replica() -> Any:
+        backend = LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig())
+        async with gateway(backend, args.store) as (app, client):
+            (await client.post("/v1/sessions", json={"id": "other"})).raise_for_status()
+            await say(client, "other", {"input": [7] * 64, "max_tokens": 2})
+            yield app, client
+            await client.delete("/v1/sessions/other")
 
-    async with gateway(LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig()), args.store) as (_, warm):
+    async with replica() as (warm_app, warm):
         (await warm.post("/v1/sessions", json={"id": "s"})).raise_for_status()
         await say(warm, "s", {"input": [7] * args.context, "max_tokens": 1})
-        await asyncio.sleep(2.0)  # what follows the commit
+        await written(warm_app.state.services)
+        await warm.delete("/v1/sessions/other")
+
+        async def copied() -> str:
+            """A session like "s" with a turn and a snapshot of its own."""
+            copy: str = (await warm.post("/v1/sessions/s/fork", json={})).json()["id"]
+            await say(warm, copy, {"input": "And then?", "max_tokens": 32})
+            await warm_app.state.services.turns.keeper.drain()
+            return copy
+
         for _ in range(args.turns):
-            await say(warm, "s", {"input": "And then?", "max_tokens": 32})
-            async with gateway(LocalBackend(load_checkpoint(MEASURED_MODEL), EngineConfig()), args.store) as (_, other):
-                copy = (await other.post("/v1/sessions/s/fork", json={})).json()["id"]
-                (await other.get("/v1/models")).raise_for_status()
-                # the copy's state is not in that process: it came from the store
-                answer = await timed(other, copy, "x")
-            num_replayed = answer["usage"]["prompt_tokens_details"].get("replayed_tokens", 0)
-            copy = (await warm.post("/v1/sessions/s/fork", json={})).json()["id"]
-            read = await timed(warm, copy, [7] * (num_replayed + 1))
-            for name, value in (("ms", answer["ms"]), ("replayed", num_replayed), ("read_ms", read["ms"])):
+            behind, stored = await copied(), await copied()
+            await say(warm, behind, {"input": "And then?", "max_tokens": 32})
+            again = (await warm.post(f"/v1/sessions/{behind}/fork", json={})).json()["id"]
+            async with replica() as (app, _):
+                ms, details = await first_token(app, behind, "x")
+                stored_ms, at_head = await first_token(app, stored, "x")
+            if at_head.get("replayed_tokens") or not at_head["cached_tokens"]:
+                raise RuntimeError("the state did not come from the store")
+            num_replayed = details.get("replayed_tokens", 0)
+            read_ms, _ = await first_token(warm_app, again, [7] * (num_replayed + 1))
+            measured = {"replayed": num_replayed, "ms": ms, "read_ms": read_ms, "stored_ms": stored_ms}
+            for name, value in measured.items():
                 found[name].append(value)
     return found
 

@@ -211,9 +211,9 @@ class Snapshot:
         """
         header_end = _measure(raw) if is_verified else verify(raw)
         header = SnapshotHeader.from_json(bytes(raw[_PREFIX.size : header_end]))
-        stored = bytes(memoryview(raw)[header_end:-CHECKSUM_BYTES])
-        if _PREFIX.unpack_from(raw)[1] == PACKED_VERSION:
-            stored = unpack_state(stored, num_bytes=header.stored_bytes)
+        rest = memoryview(raw)[header_end:-CHECKSUM_BYTES]
+        is_packed = _PREFIX.unpack_from(raw)[1] == PACKED_VERSION
+        stored = unpack_state(rest, num_bytes=header.stored_bytes) if is_packed else bytes(rest)
         return cls(header, decode_state(header.layout, stored, header.stored_format))
 
 

@@ -22,7 +22,7 @@ from nsm_core.engine.token_rows import Ints
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.devices import engine_config
-from nsm_core.heap import trim_heap
+from nsm_core.heap import keep_freed_memory, trim_heap
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model.observer import observer_of
 from nsm_core.sampling.params import SEED_BITS
@@ -111,6 +111,7 @@ class Worker:
     def start(self) -> None:
         """Ready for calls when it returns."""
         trim_heap()  # whoever loaded the model has let it go by now
+        keep_freed_memory()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 

@@ -15,7 +15,7 @@ from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.grammars.grammar import Grammar
-from nsm_core.heap import trim_heap
+from nsm_core.heap import keep_freed_memory, trim_heap
 from nsm_core.inspection.probe import probe_of
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.report import LayerReport
@@ -86,6 +86,7 @@ class LocalBackend:
 
     async def start(self) -> None:
         trim_heap()  # whoever loaded the model has let it go by now
+        keep_freed_memory()
         await self._engine.start()
 
     async def stop(self) -> None:

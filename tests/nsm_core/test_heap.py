@@ -51,6 +51,41 @@ def test_threads_share_as_many_arenas_as_they_are_told() -> None:
     assert num_arenas("2") == 2
 
 
+# A block of 4 MB comes and goes; the last time, how many of its pages the system had to give
+FREED = """
+import ctypes, resource, sys
+from nsm_core.heap import keep_freed_memory, trim_heap
+
+if not hasattr(ctypes.CDLL(None), "mallopt"):
+    sys.exit("no glibc")
+if sys.argv[1:]:
+    keep_freed_memory()
+for is_trimmed in (False, False, False, True):
+    if is_trimmed:
+        trim_heap()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    first, second, third = (number * (4 << 20) for number in (b"1", b"2", b"3"))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    del first, second, third
+"""
+
+
+def pages_given(*args: str) -> list[int]:
+    done = subprocess.run([sys.executable, "-c", FREED, *args], capture_output=True, text=True, timeout=60)
+    if "no glibc" in done.stderr:
+        pytest.skip("this C library has no such option")
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_freed_memory_stays_with_the_process_until_it_is_trimmed() -> None:
+    if pages_given()[2] < 1000:
+        pytest.skip("this system gives large pages")
+    kept = pages_given("kept")
+    assert kept[2] < 100
+    assert kept[3] > 1000
+
+
 FREEZE = """
 import gc
 from nsm_core.heap import pause_collection, freeze_objects
