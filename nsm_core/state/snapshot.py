@@ -49,16 +49,16 @@ def _is_amount(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """The sampler's memory from turn to turn: the session's seed and how often it sampled each token."""
+    """The sampler's memory from turn to turn: the session's seed and how often it sampled each token.
+
+    Counts are checked where they are read: a turn makes thousands of them anew.
+    """
 
     seed: int
     generated_counts: Mapping[int, int]
 
     def __post_init__(self) -> None:
         require(is_int(self.seed, 0, _MAX_SEED), f"seed {self.seed!r}")
-        for token_id, count in self.generated_counts.items():
-            valid = is_int(token_id, 0, _MAX_TOKEN_ID) and is_int(count, 1, _MAX_COUNT)
-            require(valid, f"count {count!r} of token {token_id!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +159,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _parse_sampler(fields: Any) -> SamplerState:
     try:
-        return SamplerState(seed=fields["seed"], generated_counts=dict(fields["generated_counts"]))
+        sampler = SamplerState(seed=fields["seed"], generated_counts=dict(fields["generated_counts"]))
     except (TypeError, KeyError, ValueError) as error:
         raise SnapshotCorrupt("snapshot refused: the sampler is not {seed, generated_counts}") from error
+    for token_id, count in sampler.generated_counts.items():
+        if not (is_int(token_id, 0, _MAX_TOKEN_ID) and is_int(count, 1, _MAX_COUNT)):
+            raise SnapshotCorrupt(f"snapshot refused: count {count!r} of token {token_id!r}")
+    return sampler
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ IDLE_S = 60.0  # after the last turn of a session: a talk that goes on needs no 
 # both together are to be 16 KB, as states are packed.
 BUSY_BYTES = 90
 LONG_TURN_BYTES = 1_280  # a turn that alone took many tokens may write more
-# In limits, the least and the most tokens after which one is stored at once: 0.3 and 13 s of reading.
-LEAST_AT_ONCE, MOST_AT_ONCE = 8, 320
+# In limits, the least and the most tokens after which one is stored at once: 0.3 and 35 s of reading. With 13 s, a
+# server that has measured nothing yet would write 24 KB for a turn of 64 tokens with SQLite.
+LEAST_AT_ONCE, MOST_AT_ONCE = 8, 875
 REPLAY_S = 0.04  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
 MIN_LIMIT = 16

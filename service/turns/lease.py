@@ -77,7 +77,9 @@ class HeldLease:
         self._metrics = metrics
         self._on_lost = on_lost
         self._is_over = self._is_stopping = False
-        self._renewing: asyncio.Task[None] | None = asyncio.create_task(self._renew())
+        self._timer: asyncio.TimerHandle | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._renew_later()
 
     async def commit(self, commit: Commit) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
@@ -162,8 +164,18 @@ class HeldLease:
         keep = plan_retention(self.retained, newest, position=position, max_retained=self._max_retained)
         return Retention(keep=keep)
 
+    def _renew_later(self) -> None:
+        """A task only when it is time: most turns end before, and their commit waits for none."""
+        self._timer = asyncio.get_running_loop().call_later(self._lease_s / RENEWALS_PER_LEASE, self._start_renewing)
+
+    def _start_renewing(self) -> None:
+        self._renewing = asyncio.create_task(self._renew())
+
     async def _stop_renewing(self) -> None:
         self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._renewing is None:
             return
         self._renewing.cancel()
@@ -173,19 +185,17 @@ class HeldLease:
         self._renewing = None
 
     async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            try:
-                self._lease = await self._store.renew(self._lease, lease_s=self._lease_s)
-            except LeaseLost as error:
-                self._is_over = True
-                self._metrics.sessions.lease_lost()
-                self._on_lost(error)
-                return
-            except NsmError as error:  # the store is away: the next renewal, or the commit, will tell
-                logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
-            if self._is_stopping:  # a client library may swallow the cancel that meets it in the middle of a command
-                return
+        try:
+            self._lease = await self._store.renew(self._lease, lease_s=self._lease_s)
+        except LeaseLost as error:
+            self._is_over = True
+            self._metrics.sessions.lease_lost()
+            self._on_lost(error)
+            return
+        except NsmError as error:  # the store is away: the next renewal, or the commit, will tell
+            logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
+        if not self._is_stopping:  # a client library may swallow the cancel that meets it in the middle of a command
+            self._renew_later()
 
 
 class Leases:

@@ -43,6 +43,7 @@ class TokenWriter:
         self._has_more = asyncio.Event()
         self._stopped = asyncio.Event()
         self._has_failed = False
+        self._is_calling = False  # the store
         self._writing = asyncio.create_task(self._write_on())
 
     def put(self, tokens: Iterable[StoredToken]) -> None:
@@ -57,7 +58,10 @@ class TokenWriter:
         """
         self._stopped.set()
         self._has_more.set()
-        await asyncio.wait((self._writing,))
+        if self._is_calling:
+            await asyncio.wait((self._writing,))
+        else:  # it waits for tokens: nobody has to wait for its end
+            self._writing.cancel()
         try:
             while is_complete and self._num_written < len(self.tokens):
                 await self._write()
@@ -66,6 +70,7 @@ class TokenWriter:
 
     async def _write_on(self) -> None:
         while await self._is_time():
+            self._is_calling = True
             try:
                 await (self._write() if self._num_written < len(self.tokens) else self._listen())
             except (LeaseLost, NotFound) as error:  # somebody else has the session, or it is gone
@@ -73,6 +78,8 @@ class TokenWriter:
                 return
             except NsmError as error:  # the turn goes on: the next batch, or the commit, brings it
                 self._warn(error)
+            finally:
+                self._is_calling = False
 
     async def _is_time(self) -> bool:
         """Waits until there is a batch to write, or it is time to listen. False when it is all over."""

@@ -64,6 +64,11 @@ def row_ids_of_number(number: int) -> tuple[int, int]:
     return row_id_of(number, 0), row_id_of(number + 1, 0) - 1
 
 
+def row_ids_beside(row_id: int) -> tuple[int, int]:
+    """The same of the session that has a row with this id."""
+    return row_ids_of_number(row_id >> 32)
+
+
 def row_ids_of(connection: sqlite3.Connection, key: SessionKey) -> tuple[int, int]:
     """The same of the session with this key."""
     (number,) = connection.execute(f"SELECT number FROM sessions WHERE {ONE}", key).fetchone()
@@ -299,7 +304,8 @@ NO_TURN = (
     "turn_id = NULL, turn_identity = NULL, turn_digest = NULL, turn_base_version = NULL, turn_row_id = NULL, "
     "turn_order = NULL, is_cancel_wanted = 0, turn_request = NULL"
 )
-_HELD = f"{ONE} AND created_at = ? AND lease_holder = ? AND fence = ?"  # the newest lease, of this incarnation
+_IS_HELD = "created_at = ? AND lease_holder = ? AND fence = ?"  # the newest lease, of this incarnation
+_HELD = f"{ONE} AND {_IS_HELD}"
 
 
 def take(
@@ -360,10 +366,14 @@ def lease_left_s(connection: sqlite3.Connection, key: SessionKey, *, now: float,
 
 def held_head(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionHead:
     """The head of the session that `lease` holds. Raises NotFound or LeaseLost."""
-    head = get_head(connection, lease.key, now)
-    if connection.execute(f"SELECT 1 FROM sessions WHERE {_HELD}", _names(lease)).fetchone() is None:
+    query = f"SELECT {HEAD_COLUMNS}, {_IS_HELD} FROM sessions WHERE {ONE} AND {EXISTS}"
+    held = (lease.created_at, lease.holder, lease.fence)
+    row = connection.execute(query, (*held, *lease.key, now)).fetchone()
+    if row is None:
+        raise missing(connection, lease.key)
+    if not row[-1]:
         raise lease_lost(lease)
-    return head
+    return head_of(row[:-1])
 
 
 def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:

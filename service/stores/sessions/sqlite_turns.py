@@ -20,6 +20,7 @@ from service.stores.sessions.sqlite_statements import (
     get_head,
     held_head,
     lease_left_s,
+    row_ids_beside,
     row_ids_of,
     row_ids_of_number,
 )
@@ -101,7 +102,8 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 running = _get_running(connection, head.key)
                 if running is not None and running.turn_id == turn_id:
-                    _clear_running(connection, head.key)
+                    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
+                    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", head.key)
                 else:
                     row_ids = row_ids_of(connection, head.key)
                     connection.execute(f"DELETE FROM turns WHERE {OWN} AND turn_id = ?", (*row_ids, turn_id))
@@ -179,14 +181,17 @@ def find_or_begin(
 
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
-    """The session moves on, by `committed` or by something else. Inside the caller's transaction."""
+    """The session moves on, by `committed` or by something else: `move_head` follows, or another turn begins.
+
+    Inside the caller's transaction.
+    """
     running = _get_running(connection, head.key)
     if running is None:
         return
     if committed is not None and committed.turn_id == running.turn_id:
-        _end(connection, head, running, "committed", committed.result, now + committed.ttl_s)
+        _end_record(connection, head, running, "committed", committed.result, now + committed.ttl_s)
     else:
-        _end(connection, head, running, "failed", None, now + ABANDONED_S)
+        _end_record(connection, head, running, "failed", None, now + ABANDONED_S)
 
 
 def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version: int) -> None:
@@ -280,6 +285,20 @@ def _end(
     result: bytes | None,
     expires_at: float,
 ) -> None:
+    """Nothing runs in the session any more."""
+    _end_record(connection, head, running, status, result, expires_at)
+    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", head.key)
+
+
+def _end_record(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    running: _Running,
+    status: TurnStatus,
+    result: bytes | None,
+    expires_at: float,
+) -> None:
+    """Whoever calls writes the session's row afterwards: its running turn is still there."""
     # not OR REPLACE: rows that it removes reach no trigger
     connection.execute("DELETE FROM turns WHERE row_id = ?", (running.row_id,))
     connection.execute(
@@ -289,15 +308,10 @@ def _end(
             *(running.base_version, status, result, expires_at),
         ),
     )
-    _clear_running(connection, head.key)
+    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
     # Rarely: while the session is used, the first of its records that expires is the oldest one
     due = f"UPDATE sessions SET records_due_at = ? WHERE {ONE} AND (records_due_at IS NULL OR records_due_at > ?)"
     connection.execute(due, (expires_at, *head.key, expires_at))
-
-
-def _clear_running(connection: sqlite3.Connection, key: SessionKey) -> None:
-    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_of(connection, key))
-    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", key)
 
 
 def _get_running(connection: sqlite3.Connection, key: SessionKey) -> _Running | None:

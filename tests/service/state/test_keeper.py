@@ -113,8 +113,8 @@ async def written(*all_turns: Any) -> None:
 
 @pytest.mark.parametrize(
     ("busy_bytes", "expected"),
-    [(90, 8), (1, 84), (0.01, 320)],
-    ids=["no sooner than after 8 limits", "by the bytes of the state", "no later than after 320"],
+    [(90, 8), (1, 84), (0.01, 875)],
+    ids=["no sooner than after 8 limits", "by the bytes of the state", "no later than after 875"],
 )
 async def test_a_busy_session_gets_a_snapshot_after_many_tokens(
     busy_bytes: float, expected: int, monkeypatch: pytest.MonkeyPatch
