@@ -15,8 +15,8 @@ SMAPS = Path("/proc/self/smaps")  # Linux: each mapping, and how much of it is i
 MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) r-.p \S+ \S+ (?P<inode>\d+) ")
 MIN_CODE_BYTES = 256 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
-KEPT_BYTES = 32 * 1024 * 1024  # of freed memory at the end of a heap: a turn has up to five copies of a state at once
-LARGEST_KEPT_BYTES = 16 * 1024 * 1024  # larger blocks come from the system and go back
+HELD_BYTES = 32 * 1024 * 1024  # of freed memory at the end of a heap: a turn has up to five copies of a state at once
+LARGEST_BYTES = 16 * 1024 * 1024  # larger blocks come from the system and go back
 # Objects, more than those that went, after which Python looks through the young ones. Python's own 700 come with every
 # few requests, and nearly all of them go without it.
 YOUNG_OBJECTS = 10_000
@@ -69,8 +69,8 @@ def keep_freed_memory() -> None:
     Otherwise each state of a few megabytes comes from the system anew, page by page when it is first written: 3 ms and
     more for 3.8 MB on a virtual machine, several times a turn.
     """
-    _set_heap_option(M_TRIM_THRESHOLD, KEPT_BYTES)
-    _set_heap_option(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+    _set_heap_option(M_TRIM_THRESHOLD, HELD_BYTES)
+    _set_heap_option(M_MMAP_THRESHOLD, LARGEST_BYTES)
 
 
 def _set_heap_option(option: int, value: int) -> None:

@@ -81,9 +81,9 @@ def pages_given(*args: str) -> list[int]:
 def test_freed_memory_stays_with_the_process_until_it_is_trimmed() -> None:
     if pages_given()[2] < 1000:
         pytest.skip("this system gives large pages")
-    kept = pages_given("kept")
-    assert kept[2] < 100
-    assert kept[3] > 1000
+    given = pages_given("kept")
+    assert given[2] < 100
+    assert given[3] > 1000
 
 
 FREEZE = """
