@@ -10,7 +10,6 @@ in the kernels' interpreter.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import random
@@ -52,10 +51,11 @@ class Subject:
 
     def engine(self, num_rows: int, *, overlaps: bool, token_budget: int = 0, records_all: bool = False) -> Engine:
         """`records_all`: graphs of all sizes are recorded before it is used."""
-        options = dataclasses.replace(self._options, capture_at_start=records_all)
 
         def make(model: NsmModel, *, num_rows: int, poison: bool) -> CudaExecutor:
-            executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
+            executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=self._options)
+            if records_all:
+                executor.record_all()
             if executor.overlap is not None:
                 executor.overlap.min_rows = 1  # where it would not pay as well
             if not overlaps:

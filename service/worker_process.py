@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ import uvicorn
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.heap import freeze_objects, pause_collection
+from nsm_core.stage_times import StageTimes
+from nsm_core.torch_import import import_torch
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import EngineIndex, ProcessBackend
 from service.backends.process.devices import DevicesBackend
@@ -31,19 +34,23 @@ from service.server import limit_threads_and_memory, run_gateway
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
 
+logger = logging.getLogger("nsm.engine")
+
 EXIT_CONFIG = 78  # EX_CONFIG
 
 
 def main() -> None:
     given = json.loads(sys.stdin.readline())
     settings = Settings(**given["settings"])
+    times = StageTimes(given["started_at"])
+    times.ended("imports")
     configure_logging(settings.log_level, settings.log_format)
     pause_collection()
     limit_threads_and_memory()
     reporter = StartReporter(given["report_fd"])
     try:
         if sys.argv[1] == "engine":
-            _run_engine(settings, given, reporter)
+            _run_engine(settings, given, reporter, times)
         else:
             _run_worker(settings, given, reporter)
     except Exception as error:
@@ -82,10 +89,13 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter) -> None:
+def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter, times: StageTimes) -> None:
     """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
+    import_torch()
     from service.backends.process.server import EngineServer, refuse
     from service.server import make_local_backend
+
+    times.ended("torch")
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
@@ -97,12 +107,15 @@ def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReport
             reporter.failed(error, is_final=True)  # before the first engine was ready this ends the server
             refuse(sock, error.with_notes())
             raise
+        times.ended("model and kernels")
 
         async def serve() -> None:
             await backend.start()
             server = EngineServer(backend)
             await server.serve(sock)
             reporter.ready()
+            times.ended("engine")
+            logger.info("the engine is ready after %.1f s: %s", times.seconds, times)
             freeze_objects()
             watch = HangWatch()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))

@@ -3,7 +3,8 @@ supervises them.
 
 All workers accept connections from one listening socket and reach each engine over a Unix socket. All sockets are
 this process's, so a process that dies loses nothing but its own work, and another takes its place. A process that
-fails several times before it was ever ready ends the server: it would never serve.
+fails several times before it was ever ready ends the server: it would never serve. All are started at once: a worker
+waits for the engine's first message, and needs a second until then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError, StartFailed
+from nsm_core.stage_times import StageTimes, process_age_s
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
 from service.lifecycle.pulse import SILENT_S, falls_silent
 from service.lifecycle.start_report import StartReport, read_report
@@ -155,7 +158,7 @@ class Process:
                 os.close(fd)
         self._child = child
         if child.stdin is not None:
-            given = {**self._given, "report_fd": report_fd, "pulse_fd": pulse_fd}
+            given = {**self._given, "report_fd": report_fd, "pulse_fd": pulse_fd, "started_at": time.monotonic()}
             child.stdin.write(json.dumps(given).encode() + b"\n")
         return child, reports_fd, beats_fd
 
@@ -209,7 +212,8 @@ def run_workers(settings: Settings, sock: socket.socket) -> None:
 
 async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple[str, Path, socket.socket]]) -> None:
     """`on`: the device of each engine, and its socket."""
-    stopped = asyncio.Event()
+    stopped, times = asyncio.Event(), StageTimes(time.monotonic() - process_age_s())
+    times.ended("this process")
     restarted = SupervisorMetrics(CollectorRegistry()).restarted
     engines = [
         Process(
@@ -244,26 +248,28 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
     async with contextlib.AsyncExitStack() as stack:
+        stop_s = settings.grace_s + FINAL_FRAMES_S
         tasks = [await stack.enter_async_context(_supervised(engine, stop_s=ENGINE_STOP_S)) for engine in engines]
+        tasks += [await stack.enter_async_context(_supervised(worker, stop_s=stop_s)) for worker in workers]
         if not await _all_ready(engines, stopped, tasks):
-            for engine in engines:
-                engine.kill()  # it holds nothing yet, and reads no input while it loads the model
+            for process in (*engines, *workers):
+                process.kill()  # it holds nothing yet, and reads no input while it starts
             return
-        for worker in workers:
-            stop_s = settings.grace_s + FINAL_FRAMES_S
-            tasks.append(await stack.enter_async_context(_supervised(worker, stop_s=stop_s)))
-        logger.info("%s on %s", _counted(workers, "worker"), _counted(engines, "engine"))
+        times.ended(_counted(engines, "engine"))
+        if await _all_ready(workers, stopped, tasks):
+            times.ended(_counted(workers, "worker"))
+            logger.info("ready after %.1f s: %s", times.seconds, times)
         await _wait_for(stopped, tasks=tasks)
         logger.info("stopping")
         await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))
     logger.info("stopped")
 
 
-async def _all_ready(engines: Sequence[Process], stopped: asyncio.Event, tasks: list[asyncio.Task[None]]) -> bool:
+async def _all_ready(processes: Sequence[Process], stopped: asyncio.Event, tasks: list[asyncio.Task[None]]) -> bool:
     """False if the server is to stop before they are."""
-    for engine in engines:
-        await _wait_for(stopped, engine.is_ready, tasks=tasks)
-    return not stopped.is_set() or all(engine.is_ready.is_set() for engine in engines)
+    for process in processes:
+        await _wait_for(stopped, process.is_ready, tasks=tasks)
+    return all(process.is_ready.is_set() for process in processes)
 
 
 def _counted(processes: Sequence[Process], word: str) -> str:

@@ -151,7 +151,7 @@ def _native(loaded: LoadedModel[NsmModel], decision: _Decision) -> ChosenExecuto
 
 def _cuda(loaded: LoadedModel[NsmModel], weights: CudaWeights) -> ChosenExecutor:
     logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
-    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
+    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights))
     return ChosenExecutor("cuda", factory, loaded.model, cuda_numerics(weights, loaded.device))
 
 
@@ -159,13 +159,18 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
     """Raises DeviceUnusable as `prepared`."""
     # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
-    from nsm_core.execution.cuda.self_check import failed_check
+    from nsm_core.execution.cuda.self_check import failed_check, launch_reference
+
+    def launch(executor: CudaExecutor) -> None:
+        executor.launch_all()
+        launch_reference(model)
 
     return prepared(
         model.embedding.weight.device,
         num_rows,
-        lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
-        lambda executor: failed_check(executor, model, model.config.vocab_size),
+        make=lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
+        launch=launch,
+        failed_check=lambda executor: failed_check(executor, model, model.config.vocab_size),
     )
 
 

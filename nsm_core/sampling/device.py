@@ -81,6 +81,21 @@ def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: Token
         return PendingTokens(choose(logits, to_device(params, device) if is_drawn else None, words))
 
 
+def launch_samplers(vocab_size: int, device: torch.device) -> None:
+    """Every kernel of `launch_on_device` once, on rows of zeros."""
+    from nsm_core.sampling.kernel import LARGEST_ROW, choose_tokens
+    from nsm_core.sampling.large_kernel import choose_of_many
+
+    choose = choose_tokens if vocab_size <= LARGEST_ROW else choose_of_many
+    logits = torch.zeros(1, vocab_size, device=device)
+    drawn = torch.zeros(1, NUM_COLUMNS, dtype=torch.int64, device=device)
+    words = torch.ones(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        for params in (None, drawn):
+            for masks in (None, words):
+                choose(logits, params, masks)
+
+
 def sample_on_device(logits: Tensor, rows: Sequence[PackedRow], masks: TokenMasks | None = None) -> list[int | None]:
     """`launch_on_device`, then waits for the ids; None for a row that is not finite."""
     ids = launch_on_device(logits, pack_rows(rows), masks).wait().tolist()

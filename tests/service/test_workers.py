@@ -35,6 +35,21 @@ SERVES = """
 report('{}')
 sys.stdin.read()
 """
+STARTS = """
+sys.stdin.read()
+"""
+STOPS_THE_SERVER = """
+report('{}')
+os.kill(os.getppid(), 15)
+sys.stdin.read()
+"""
+SERVES_AFTER_A_WORKER_STARTED = """
+import time
+while "worker" not in open(starts).read():
+    time.sleep(0.01)
+report('{}')
+sys.stdin.read()
+"""
 ENDS_READY = """
 report('{}')
 sys.exit(4)
@@ -62,7 +77,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
         begin = f"""
         import json, os, sys
         given = json.loads(sys.stdin.readline())
-        with open({str(starts)!r}, "a") as file:
+        starts = {str(starts)!r}
+        with open(starts, "a") as file:
             file.write(" ".join(sys.argv[1:]) + "\\n")
         def report(line):
             os.write(given["report_fd"], line.encode() + b"\\n")
@@ -96,16 +112,22 @@ def test_worker_that_fails_at_each_start_ends_the_server_and_is_named_with_its_r
         "the worker 1 process failed 3 times in a row and was never ready: it ended with status 3 "
         "(KeyError: it broke); the log, on standard error, has more"
     )
-    assert starts.read_text().splitlines() == ["engine", *["worker 1"] * MAX_FAILED_STARTS]
+    assert sorted(starts.read_text().splitlines()) == ["engine", *["worker 1"] * MAX_FAILED_STARTS]
 
 
-def test_engine_that_fails_at_each_start_ends_the_server_before_a_worker_starts(
+def test_engine_that_fails_at_each_start_ends_the_server_and_the_workers_that_wait_for_it(
     program: Program, sock: socket.socket
 ) -> None:
-    starts = program(engine=IS_KILLED)
+    starts = program(engine=IS_KILLED, worker=STARTS)
     with pytest.raises(StartFailed, match=r"the engine process failed 3 times in a row .* it ended with status -9;"):
         run_workers(Settings(workers=2), sock)
-    assert starts.read_text().splitlines() == ["engine"] * MAX_FAILED_STARTS
+    assert starts.read_text().splitlines().count("engine") == MAX_FAILED_STARTS
+
+
+def test_workers_start_while_the_engine_does(program: Program, sock: socket.socket) -> None:
+    starts = program(engine=SERVES_AFTER_A_WORKER_STARTED, worker=STOPS_THE_SERVER)
+    run_workers(Settings(workers=1), sock)
+    assert sorted(starts.read_text().splitlines()) == ["engine", "worker 1"]
 
 
 @pytest.mark.parametrize("role", ["engine", "worker"])

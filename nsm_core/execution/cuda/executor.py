@@ -19,7 +19,7 @@ from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.recording import record
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import NsmModel
-from nsm_core.sampling.device import to_device
+from nsm_core.sampling.device import launch_samplers, to_device
 from nsm_core.sampling.kernel import LARGEST_VOCABULARY
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
@@ -53,10 +53,6 @@ class CudaExecutor:
         self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
         self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        if self.options.capture_at_start and self.options.graphs:
-            for bucket in self._buckets:
-                self._graphs[bucket] = self._capture(bucket)
-            self._prompts.record_all()
         # larger vocabularies are sampled on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
         self.overlap: CudaOverlap | None = (
@@ -69,6 +65,34 @@ class CudaExecutor:
     reads_ragged = False
     decode_rounds: DecodeRounds | None = None  # one graph for each step
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
+
+    def record_all(self) -> None:
+        """Records every size now, not at its first batch."""
+        if self.options.graphs:
+            for bucket in self._buckets:
+                self._graphs[bucket] = self._capture(bucket)
+            self._prompts.record_all()
+            self._launch_unrecorded()
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Every kernel of steps, prompts and sampling, as few times as that takes; no row is touched."""
+        for bucket in self._buckets:
+            self._step.inputs(bucket).fill_(NO_ROW)
+            with torch.cuda.device_of(self._step.inputs(bucket)):  # type: ignore[no-untyped-call]
+                self._step.run(bucket)
+        self._prompts.launch_all()
+        self._launch_unrecorded()
+
+    @torch.inference_mode()
+    def _launch_unrecorded(self) -> None:
+        """Logits, and the kernels of sampling and overlap."""
+        vocab_size, width = self._model.config.vocab_size, self._model.config.d_model
+        for num_rows in {1, self._buckets[-1]}:
+            self.logits(torch.zeros(num_rows, width, dtype=self.weights.output.weight.dtype, device=self._device))
+        if self.overlap is not None:
+            self.overlap.launch()
+            launch_samplers(vocab_size, self._device)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -44,14 +44,10 @@ class CudaWeights(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """`graphs`: record the launches of a step once and replay them; else every step launches them one by one.
-
-    `capture_at_start`: record all sizes when the executor is made, not at the first batch of each size.
-    """
+    """`graphs`: record the launches of a step once and replay them; else every step launches them one by one."""
 
     weights: CudaWeights = CudaWeights.BF16
     graphs: bool = True
-    capture_at_start: bool = False
 
 
 def numerics(weights: CudaWeights, device: torch.device) -> str:

@@ -47,11 +47,10 @@ class CudaOverlap:
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
         self._pausing: dict[int, frozenset[int]] = {}  # by row, as `_pauses` has them
         self._no_ids = torch.zeros(2, 2, dtype=torch.int64, device=device)
-        self._compile()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def _compile(self) -> None:
-        """Compiles the kernel now, not at the first request."""
+    def launch(self) -> None:
+        """The kernel of `step` that is not the executor's, on rows of padding."""
         given, (rows, ids) = torch.full((3, 2), NO_ROW, device=self._device), torch.zeros_like(self._no_ids)
         with torch.cuda.device_of(given):  # type: ignore[no-untyped-call]
             resolve_inputs(given=given, sampled=self._no_ids, pauses=self._pauses, rows=rows, ids=ids, no_row=NO_ROW)

@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from nsm_core.errors import DeviceUnusable
 from nsm_core.execution.base import Executor
+from nsm_core.execution.cuda.options import CudaOptions
+from nsm_core.stage_times import StageTimes
 
 logger = logging.getLogger("nsm.execution")
 
-Made = TypeVar("Made", bound=Executor)
+
+class Recording(Executor, Protocol):
+    """An executor for GPUs that records its launches."""
+
+    @property
+    def options(self) -> CudaOptions: ...
+
+    def record_all(self) -> None:
+        """Records every size of a batch now, not at its first use."""
+        ...
+
+
+Made = TypeVar("Made", bound=Recording)
 
 
 def prepared(
-    device: torch.device, num_rows: int, make: Callable[[], Made], failed_check: Callable[[Made], str | None]
+    device: torch.device,
+    num_rows: int,
+    *,
+    make: Callable[[], Made],
+    launch: Callable[[Made], None],
+    failed_check: Callable[[Made], str | None],
 ) -> Made:
-    """What `make` makes, if `failed_check` finds nothing.
+    """What `make` makes, if `failed_check` finds nothing. `launch`: every kernel that either needs; what it reads and
+    writes does not matter.
 
     Raises DeviceUnusable if the kernels cannot be made on this device, or fail their check there.
     """
-    started = time.monotonic()
+    times = StageTimes()
     logger.info("preparing kernels on %s for %d slots; the first start on a machine compiles them", device, num_rows)
     try:
         executor = make()
-        prepared_s = time.monotonic() - started
+        times.ended("states")
+        if device.type == "cuda" and executor.options.graphs:
+            from nsm_core.execution.cuda.compiling import compile_ahead  # imports the compiler
+
+            num_compiled = compile_ahead(lambda: launch(executor))
+            times.ended(f"{num_compiled} kernels compiled")
+        executor.record_all()
+        times.ended("recorded")
         reason = failed_check(executor)
+        times.ended("checked")
     except torch.OutOfMemoryError as error:
         raise DeviceUnusable(f"{device} has too little free memory for {num_rows} slots: lower max_slots") from error
     except Exception as error:  # of the compiler, the driver or a kernel: whatever it is, this device will not do
@@ -40,8 +67,7 @@ def prepared(
         raise DeviceUnusable(
             f"the kernels fail their check on {device} ({reason}): set the executor to eager, or the device to cpu"
         )
-    checked_s = time.monotonic() - started - prepared_s
-    logger.info("the kernels are prepared (%.1f s) and pass their check (%.1f s)", prepared_s, checked_s)
+    logger.info("the kernels are prepared and pass their check: %s", times)
     return executor
 
 

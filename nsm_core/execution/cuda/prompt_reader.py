@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,7 @@ class PromptReader:
             with torch.cuda.device(device):
                 self._memory = torch.cuda.graph_pool_handle()
                 self._last_use = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._states = pool.spec.zeros(ROWS[-1], device)
-            self._hidden = torch.empty(MAX_RECORDED_TOKENS, model.config.d_model, device=device)
+            self._make_buffers()
 
     def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """Row rows[i] reads all of ids[i]: hidden [len(ids[i]), d] of each."""
@@ -68,10 +67,21 @@ class PromptReader:
 
     def record_all(self) -> None:
         """Records every size now, not at its first use."""
-        for num_rows in ROWS:
-            for length in LENGTHS:
-                if num_rows * length <= MAX_RECORDED_TOKENS and self._memory is not None:
-                    self._record(num_rows, length)
+        for num_rows, length in _sizes(ROWS):
+            if self._memory is not None:
+                self._record(num_rows, length)
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Every kernel of `read`, as few times as that takes; no row is touched."""
+        if not self._states:
+            self._make_buffers()
+        for num_rows, length in _sizes((*ROWS[:2], ROWS[-1])):
+            self._reading(*self._inputs(num_rows, length))()
+
+    def _make_buffers(self) -> None:
+        self._states = self._pool.spec.zeros(ROWS[-1], self._device)
+        self._hidden = torch.empty(MAX_RECORDED_TOKENS, self._model.config.d_model, device=self._device)
 
     def _size(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
         """Rows and tokens of the graph to replay; None if none would pay."""
@@ -114,10 +124,21 @@ class PromptReader:
 
     @torch.inference_mode()
     def _record(self, num_rows: int, length: int) -> _Recorded:
+        ids, lengths, hidden = self._inputs(num_rows, length)
+        graph = record(self._reading(ids, lengths, hidden), self._device, memory=self._memory)
+        self._recorded[num_rows, length] = _Recorded(graph, ids, lengths, hidden)
+        return self._recorded[num_rows, length]
+
+    def _inputs(self, num_rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [R,T] and lengths [R], which are zero; hidden [R,T,d]."""
         ids = torch.zeros(num_rows, length, dtype=torch.int64, device=self._device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        return ids, lengths, self._hidden[: num_rows * length].view(num_rows, length, -1)
+
+    def _reading(self, ids: Tensor, lengths: Tensor, hidden: Tensor) -> Callable[[], None]:
+        """Reads the ids on top of the shared states, and writes hidden vectors and new states."""
+        num_rows, length = ids.shape
         states = {name: value[:num_rows] for name, value in self._states.items()}
-        hidden = self._hidden[: num_rows * length].view(num_rows, length, -1)
 
         def read() -> None:
             valid = torch.arange(length, device=self._device) < lengths[:, None]
@@ -126,9 +147,7 @@ class PromptReader:
             for name, state in states.items():
                 state.copy_(new_states[name])
 
-        graph = record(read, self._device, memory=self._memory)
-        self._recorded[num_rows, length] = _Recorded(graph, ids, lengths, hidden)
-        return self._recorded[num_rows, length]
+        return read
 
     def _padded(self, ids: Sequence[Sequence[int]], num_rows: int, length: int) -> Tensor:
         """[num_rows, length] int64, padded with zeros."""
@@ -136,3 +155,8 @@ class PromptReader:
         for index, row in enumerate(ids):
             padded[index, : len(row)] = row
         return to_device(padded, self._device)
+
+
+def _sizes(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows and tokens of graphs with so many rows."""
+    return ((number, length) for number in numbers for length in LENGTHS if number * length <= MAX_RECORDED_TOKENS)

@@ -56,7 +56,7 @@ def _on_gpu(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecut
             "set the executor to cuda (bf16) or cuda-fp32"
         )
     logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
-    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
+    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights))
     return ChosenExecutor("cuda", factory, loaded.model, rwkv7_numerics(weights, loaded.device))
 
 
@@ -69,8 +69,9 @@ def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaO
     return prepared(
         model.device,
         num_rows,
-        lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
-        lambda executor: failed_check(executor, model),
+        make=lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
+        launch=lambda executor: executor.launch_all(),
+        failed_check=lambda executor: failed_check(executor, model),
     )
 
 

@@ -311,7 +311,7 @@ def run_linear(
         PARTS=depth // 16 if linear.is_normed else 0,
         PRECISION="tf32" if linear.is_split else "tf32x3" if is_fp32 else "ieee",
         BESIDE=is_beside,
-        LINES=triton.next_power_of_2(depth // per_line),
+        LINES=triton.next_power_of_2(depth // per_line) if is_chained else 0,  # else one program for all depths
         PER_LINE=per_line,
         IS_PADDED=given.shape[1] == depth,
         num_warps=4,

@@ -17,7 +17,7 @@ from nsm_core.execution.rwkv7.cuda.kernels.products import run_products
 from nsm_core.execution.rwkv7.cuda.reading import NO_ROW, Pass
 from nsm_core.execution.rwkv7.cuda.weights import pack_cuda_rwkv7
 from nsm_core.rwkv7.model import Rwkv7Model
-from nsm_core.sampling.device import to_device
+from nsm_core.sampling.device import launch_samplers, to_device
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
@@ -69,11 +69,28 @@ class Rwkv7CudaExecutor:
         with torch.inference_mode():
             self._pass = Pass(self.weights, model.config, self.pool.tensors, READ_SIZES[-1])
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        if self.options.capture_at_start and self.options.graphs:
+
+    def record_all(self) -> None:
+        """Records every size now, not at its first use."""
+        if self.options.graphs:
             for size in self._step_sizes:
                 self._record(size, size)
             for size in READ_SIZES:
                 self._record(size, MOST_PIECES)
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Every kernel of steps, texts and sampling; no row is touched."""
+        for size, num_pieces in (
+            *((size, size) for size in self._step_sizes),
+            *((size, MOST_PIECES) for size in READ_SIZES),
+        ):
+            to = self._pass.given(size, num_pieces).fill_(NO_ROW)
+            with torch.cuda.device_of(to):  # type: ignore[no-untyped-call]
+                self._pass.run(size, num_pieces)
+        for size in {1, self._step_sizes[-1]}:
+            self.logits(self._pass.hidden(size))
+        launch_samplers(self._num_ids, self._device)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -1,0 +1,44 @@
+"""Kernels are compiled ahead in other processes, and the process that launches them finds them in the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the compiler is not installed")
+
+
+def test_what_is_launched_is_compiled_by_other_processes_and_found_here(tmp_path: Path) -> None:
+    # in a process of its own: in this one the kernels may run in the interpreter
+    environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.nsm_core.execution.cuda.compiling_start"]
+    for num_compiled in (3, 0):
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"variants": 3, "compiled": num_compiled, "hits": [True, True, True]}
+
+
+def test_a_kernel_that_does_not_compile_is_named_and_left_to_its_launch(tmp_path: Path) -> None:
+    target = {"backend": "cuda", "arch": 90, "warp_size": 32}
+    variant = {"module": "nsm_core.execution.cuda.kernels.overlap", "name": "_resolve", "data": "{}"}
+    lines = "".join(json.dumps(line) + "\n" for line in (target, variant))
+    environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "nsm_core.execution.cuda.compiling_process"]
+    done = subprocess.run(command, env=environ, input=lines, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "KeyError: 'name'\n"
+
+
+@pytest.mark.gpu
+def test_a_start_launches_no_kernel_that_its_rehearsal_did_not_know(tmp_path: Path) -> None:
+    environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.nsm_core.execution.cuda.gpu_start"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["compiled"] > 10
+    assert answer == {"compiled": answer["compiled"], "late": [], "failure": None}
