@@ -7,7 +7,7 @@ import logging
 from service.batches.batch import Batch
 from service.batches.library import BatchLibrary
 from service.batches.pace import LinePace
-from service.batches.running import BatchRun
+from service.batches.run import BatchRun
 from service.deps import Services
 from service.work.runner import WorkRunner
 

@@ -16,7 +16,7 @@ from service.owned_directory import owned_directory
 from service.settings import Settings
 from service.tuning.job import Job
 from service.tuning.library import JobLibrary
-from service.tuning.running import JobRun
+from service.tuning.run import JobRun
 from service.work.runner import POLL_S, WorkRunner
 
 

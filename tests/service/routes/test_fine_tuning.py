@@ -19,7 +19,7 @@ from service.backends.local import LocalBackend
 from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
 from service.tuning.process import tuning_threads
-from service.tuning.running import JobRun
+from service.tuning.run import JobRun
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tuning import file_of, pairs
