@@ -13,7 +13,7 @@ class SupervisorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._restarts = Counter(
             "nsm_process_restarts_total",
-            "Processes of this server that ended by themselves and were started again.",
+            "Processes of this server that ended and were started again.",
             ["process"],
             registry=registry,
         )
