@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.state_packing import state_after
-from benchmarks.turn_commit_worker import SNAPSHOT_TOKENS, written_bytes
+from benchmarks.turn_commit_worker import written_bytes
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import command_line, source_commit
@@ -90,7 +90,7 @@ def redis(directory: str, policy: str) -> Iterator[tuple[str, int]]:
 def one_session(root: Path, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Turns of one session, one after the other."""
     num_turns = args.turns if root == ROOT else args.other_turns
-    limit = ("--snapshot-tokens", str(args.snapshot_tokens))
+    limit = () if args.snapshot_tokens is None else ("--snapshot-tokens", str(args.snapshot_tokens))
     options = ("--mode", "turns", "--turns", str(num_turns), "--state", str(args.state), *limit)
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         if kind.startswith("redis"):
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, default=None, help="another checkout")
     parser.add_argument("--turns", type=int, default=1000)
     parser.add_argument("--other-turns", type=int, default=1000, help="of the other checkout")
-    parser.add_argument("--snapshot-tokens", type=int, default=SNAPSHOT_TOKENS, help="NSM_SNAPSHOT_TOKENS")
+    parser.add_argument("--snapshot-tokens", type=int, default=None, help="NSM_SNAPSHOT_TOKENS (default: the server's)")
     parser.add_argument("--short-turns", type=int, default=40, help="of each session of the two gateways")
     parser.add_argument("--cold-turns", type=int, default=5, help="0: none")
     parser.add_argument("--context", type=int, default=32_768)

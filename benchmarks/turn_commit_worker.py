@@ -68,13 +68,13 @@ async def say(client: Any, session_id: str, body: dict[str, Any]) -> Any:
     return response.json()
 
 
-def snapshot_limit(num_tokens: int = SNAPSHOT_TOKENS) -> dict[str, int]:
-    """An engine that computes nothing has no speed: the limit of a server that has measured none yet. Earlier builds
-    have no limit.
-    """
+def snapshot_limit(num_tokens: int | None) -> dict[str, int]:
+    """None: the server's own, of one that has measured no reading yet. Earlier builds have no limit."""
     from service.settings import Settings
 
-    return {"snapshot_tokens": num_tokens} if "snapshot_tokens" in Settings.model_fields else {}
+    if num_tokens is None or "snapshot_tokens" not in Settings.model_fields:
+        return {}
+    return {"snapshot_tokens": num_tokens}
 
 
 async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +150,7 @@ async def large(args: argparse.Namespace) -> dict[str, Any]:
 
     rng, found = np.random.default_rng(1), []
     state = rng.standard_normal(args.state_bytes // 4, dtype=np.float32).tobytes()
-    settings = {**snapshot_limit(), "state_cache_mb": 1024}
+    settings = {**snapshot_limit(SNAPSHOT_TOKENS), "state_cache_mb": 1024}
     async with gateway(state_backend(args.tokenizer, state), args.store, **settings) as (app, client):
         (await client.post("/v1/sessions", json={"id": "s"})).raise_for_status()
         await say(client, "s", {"input": [7] * 2 * SNAPSHOT_TOKENS, "max_tokens": 1})
@@ -278,7 +278,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--state", type=Path, default=None)
     parser.add_argument("--context", type=int, default=32_768)
-    parser.add_argument("--snapshot-tokens", type=int, default=SNAPSHOT_TOKENS)
+    parser.add_argument("--snapshot-tokens", type=int, default=None)
     parser.add_argument("--state-bytes", type=int, default=0)
     given = parser.parse_args()
     modes = {"turns": take_turns, "cold": cold, "large": large}
