@@ -39,7 +39,7 @@ class FileWatch:
         self._database = database
         self._log = database.with_name(f"{database.name}-wal")
         self._index = database.with_name(f"{database.name}-shm")
-        self._files = (database, self._log, self._index)
+        self._files = tuple(map(os.fspath, (database, self._log, self._index)))
         self._index_bytes = 0
         self._mark = database.with_name(f"{database.name}-stamp")
         self._identities: tuple[tuple[int, int] | None, ...] = ()
@@ -71,9 +71,10 @@ class FileWatch:
                 self.num_lost_writes,
             )
         self._write_mark()
-        self._identities = self._find_identities()
+        found = self._find()
+        self._identities = tuple(map(_identity, found))
         self._log_state = self._find_log_state()
-        self._check_stamp_in_file()
+        self._check_stamp_in_file(found[0])
 
     def end(self) -> None:
         for descriptor in (self._mark_descriptor, self._log_descriptor):
@@ -83,18 +84,26 @@ class FileWatch:
 
     def check(self) -> None:
         """Raises StoreReplaced when another file, or none, is where one of the open ones was."""
-        for path, opened, found in zip(self._files, self._identities, self._find_identities(), strict=False):
-            if found is None:
+        self._check()
+
+    def _check(self) -> os.stat_result:
+        """The same. Gives what the system says of the database file: to ask twice takes a tenth of a short write."""
+        found = self._find()
+        for path, opened, one in zip(self._files, self._identities, found, strict=False):
+            if one is None:
                 self._refuse(f"{path} was removed or moved")
-            if found != opened:
+            if _identity(one) != opened:
                 self._refuse(f"{path} was replaced by another file")
         self._problem = None
-        self._repair_index()
+        database, _, index = found
+        if database is None or index is None:
+            self._refuse(f"{self._database} or its index was removed or moved")
+        self._repair_index(index.st_size)
+        return database
 
     def check_before_write(self, connection: sqlite3.Connection) -> None:
         """`check`, and that the files' content did not go back. Raises StoreReplaced."""
-        self.check()
-        self._check_stamp_in_file()
+        self._check_stamp_in_file(self._check())
         size, header = self._find_log_state()
         is_other = size < self._log_state[0] or header != self._log_state[1]
         if is_other and self._stamp_in_file < self._acknowledged and self._stays_below(self._acknowledged):
@@ -110,13 +119,12 @@ class FileWatch:
         self._acknowledged = read_stamp(connection)
         self._write_mark()
 
-    def _repair_index(self) -> None:
+    def _repair_index(self, num_bytes: int) -> None:
         """The index of the log is mapped into memory: a process that touches a part that was cut off is killed.
 
         Filled up with zeros it is not valid, and SQLite makes it again from the log.
         """
         try:
-            num_bytes = self._index.stat().st_size
             if num_bytes < self._index_bytes:
                 os.truncate(self._index, self._index_bytes)
                 logger.error("%s was cut while the store is open; it is made again", self._index)
@@ -135,22 +143,15 @@ class FileWatch:
         error.add_note(problem)
         raise error
 
-    def _find_identities(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(map(_identity, self._files))
-
-    def _find_database_state(self) -> tuple[int, int]:
-        try:
-            found = self._database.stat()
-        except OSError:
-            return (0, 0)
-        return found.st_mtime_ns, found.st_size
+    def _find(self) -> tuple[os.stat_result | None, ...]:
+        return tuple(map(_stat, self._files))
 
     def _find_log_state(self) -> tuple[int, bytes]:
         return os.fstat(self._log_descriptor).st_size, os.pread(self._log_descriptor, HEADER_BYTES, 0)
 
-    def _check_stamp_in_file(self) -> None:
+    def _check_stamp_in_file(self, database: os.stat_result | None) -> None:
         """Raises StoreReplaced when the database file changed into something else than its own continuation."""
-        state = self._find_database_state()
+        state = (0, 0) if database is None else (database.st_mtime_ns, database.st_size)
         if state == self._database_state:
             return
         if state[1] == 0 < self._database_state[1]:  # SQLite would drop the log of an empty file at the next start
@@ -210,9 +211,12 @@ def _has_stamp(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM pragma_table_info('usage') WHERE name = 'stamp'").fetchone() is not None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _stat(path: str) -> os.stat_result | None:
     try:
-        found = path.stat()
+        return os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+
+
+def _identity(found: os.stat_result | None) -> tuple[int, int] | None:
+    return None if found is None else (found.st_dev, found.st_ino)
