@@ -112,7 +112,7 @@ def mqar_config(run: SizeRun, device: str) -> MqarConfig:
 
 
 def _shortened(tasks: Sequence[Task], share: float) -> tuple[Task, ...]:
-    return tuple(dataclasses.replace(task, num_examples=max(8, int(task.num_examples * share))) for task in tasks)
+    return tuple(dataclasses.replace(task, num_examples=max(8, round(task.num_examples * share))) for task in tasks)
 
 
 Train = Callable[[SizeRun, str], Mapping[str, Any]]
