@@ -24,7 +24,7 @@ class RoutingWatch:
     """The running requests with `include_routing`. A SlotListener. Steps without such requests pay one lookup."""
 
     def __init__(self, probe: RoutingProbe | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a probe such requests are refused."""
+        """`probe`: None for a model without memory slots, whose requests for routing are refused."""
         self._probe = probe
         self._slots: dict[int, int] = {}  # with the length of the text to read; the last captured slot is last
         self._clock = clock
@@ -33,7 +33,7 @@ class RoutingWatch:
     def check(self) -> None:
         """Raises InvalidRequest if routing cannot be captured."""
         if self._probe is None:
-            message = "include_routing is not supported by this engine"
+            message = "include_routing is not supported: this model routes no tokens to memory slots"
             raise InvalidRequest(message, param="include_routing", code="unsupported_parameter")
 
     def open(self, slot: int, sequence: RunningSequence) -> None:

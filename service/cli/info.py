@@ -38,7 +38,8 @@ def info(
     if as_json:
         print_json(facts)
     else:
-        print_fields({name.replace("_", " "): _shown(value) for name, value in facts.items()})
+        # What a model or a server does not have is no line; in JSON it is null
+        print_fields({name.replace("_", " "): _shown(value) for name, value in facts.items() if value is not None})
 
 
 def _facts(loaded: LoadedModel[SequenceModel], settings: Settings) -> dict[str, Any]:

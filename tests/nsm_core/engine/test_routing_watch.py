@@ -106,7 +106,7 @@ def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: 
 def test_P10_engine_without_a_probe_refuses_include_routing(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
     engine = Engine(model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config)
-    with pytest.raises(InvalidRequest, match="include_routing is not supported") as refused:
+    with pytest.raises(InvalidRequest, match="this model routes no tokens to memory slots") as refused:
         engine.add(watched(make_request("a")))
     assert refused.value.param == "include_routing"
     assert not engine.has_work

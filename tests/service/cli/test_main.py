@@ -3,11 +3,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from nsm_core.tokenizer import Tokenizer
 from service.cli.main import main
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, no_model
+from tests.support.rwkv7 import save_rwkv7
 
 COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "bench", "top", "info")
 
@@ -123,6 +126,16 @@ def test_info(nsm: Nsm, data_dir: object) -> None:
     lines = nsm("info").stdout.splitlines()
     assert f"parameters     {facts['parameters']:,}" in lines
     assert f"fingerprint    {facts['fingerprint']}" in lines
+
+
+def test_info_of_a_model_without_slots_has_no_line_for_them(
+    nsm: Nsm, tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    model = save_rwkv7(tmp_path / "rwkv7", tiny_tokenizer)
+    lines = nsm("info", "--model", model).stdout.splitlines()
+    assert "architecture   rwkv7" in lines
+    assert not [line for line in lines if line.startswith("num states")]
+    assert json.loads(nsm("info", "--model", model, "--json").stdout)["num_states"] is None
 
 
 def test_the_console_script_takes_its_arguments_from_the_command_line(
