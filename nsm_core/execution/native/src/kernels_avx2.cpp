@@ -11,11 +11,12 @@ namespace {
 // One after the other: each uses those before it
 #include "math.inc"
 #include "matmul.inc"
+#include "numbers.inc"
 #include "slots.inc"
 #include "keyed.inc"
 #include "attention.inc"
 
-const Kernels KERNELS = {"avx2", BLOCK_TOKENS, pack, pack4, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, keyed, attend, weigh};
+const Kernels KERNELS = {"avx2", BLOCK_TOKENS, pack, pack4, pack_half, embed, norm, quantise, swiglu, matmul_numbers, matmul_half, slots, keyed, attend, weigh};
 }  // namespace
 
 const Kernels* avx2_kernels() { return &KERNELS; }
