@@ -46,7 +46,7 @@ def write_report(plan: Plan, runs: RunsFile, output: Path) -> None:
     rates, results = plan.rates(runs), plan.of_this(runs.results)
     facts = {
         **origin(),
-        "examples": f"{plan.share:g} of Zoology's, {plan.epochs} passes, batches of {plan.batch}",
+        "examples": f"{plan.share:g} of Zoology's, passes: {plan.epochs}, batches of {plan.batch}",
         "devices": ", ".join(sorted({result["device"] for result in results})),
     }
     how = "\n".join(f"- {name}: `{value}`" for name, value in facts.items())
