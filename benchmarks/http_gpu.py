@@ -200,7 +200,8 @@ class ServerUnderTest:
     def __init__(self, options: Sequence[str], data_dir: Path, root: Path) -> None:
         run = "from service.cli.main import main; main()"
         command = [sys.executable, "-c", run, "serve", "--port", "0", "--data-dir", str(data_dir), *options]
-        environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+        found_first = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        environ = {**os.environ, "PYTHONPATH": found_first, "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
         started = time.monotonic()
         self.address = self._read_address()

@@ -13,6 +13,8 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from nsm_lab.evaluation.mqar.recorded import RecordedRecall, Recorder
 from nsm_lab.evaluation.mqar.train import Recall
 from nsm_lab.evaluation.recall_size.grid import SizeRun, mqar_config, outcome_of
@@ -31,7 +33,8 @@ class _Lane:
 def run_side_by_side(runs: Sequence[SizeRun], *, device: str, lanes: int, deadline: float, done: Done) -> list[SizeRun]:
     """Calls `done` for each training that ends; returns those that could not be prepared.
 
-    `deadline`, of `time.monotonic`: no training begins that would end after it if it took as long as the longest.
+    Where the memory is too small for so many at once, it goes on with fewer. `deadline`, of `time.monotonic`: no
+    training begins that would end after it if it took as long as the longest.
     """
     todo, failed, longest = deque(runs), list[SizeRun](), 0.0
     idle, busy = [Recorder(device) for _ in range(min(lanes, len(runs)))], list[_Lane]()
@@ -40,7 +43,10 @@ def run_side_by_side(runs: Sequence[SizeRun], *, device: str, lanes: int, deadli
             run, recorder = todo.popleft(), idle.pop()
             try:
                 busy.append(_Lane(run, recorder, RecordedRecall(Recall(mqar_config(run, device)), recorder)))
-            except RuntimeError:
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) and busy:
+                    todo.appendleft(run)  # when another has ended; this stream is given up
+                    continue
                 sys.stderr.write(f"{run}: {traceback.format_exc()}\n")
                 failed.append(run)
                 idle.append(Recorder(device))

@@ -124,6 +124,41 @@ def test_trainings_side_by_side_end_as_one_alone(
     assert found[runs[0]]["num_parameters"] == alone["num_parameters"]
 
 
+def test_with_too_little_memory_fewer_trainings_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(RecordedRecall):
+        """Ends with its third turn, as on a device that works meanwhile."""
+
+        turns = 0
+
+        @property
+        def is_done(self) -> bool:
+            return self.turns >= 3 and super().is_done
+
+        def advance(self) -> None:
+            self.turns += 1
+            super().advance()
+
+    running, most = list[RecordedRecall](), 0
+
+    def prepared(recall: Recall, recorder: Recorder) -> RecordedRecall:
+        nonlocal most
+        still = [training for training in running if not training.is_done]
+        if len(still) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        running[:] = [*still, Slow(recall, recorder)]
+        most = max(most, len(running))
+        return running[-1]
+
+    monkeypatch.setattr(side_by_side, "RecordedRecall", prepared)
+    base = SizeRun(curve="window", size=8192, lr=1e-3, seed=0, epochs=1, batch=8, share=0.0001)
+    runs = [dataclasses.replace(base, seed=seed) for seed in range(4)]
+    found: dict[SizeRun, dict[str, Any]] = {}
+    deadline = time.monotonic() + 600
+    assert side_by_side.run_side_by_side(runs, device="cpu", lanes=4, deadline=deadline, done=found.__setitem__) == []
+    assert set(found) == set(runs)
+    assert most == 2
+
+
 def test_the_command_draws_the_figure_and_goes_on_where_it_was(tmp_path: Path) -> None:
     output = tmp_path / "recall"
     flags = (
