@@ -35,6 +35,7 @@ struct Rwkv7Work {
   float* first_value;                // written in the first layer, read in the others
   float* state;                      // [head_size keys, head_size values] of this head, advanced in place
   float* out;
+  const float* next_state;  // that comes after this one: fetched during the last token; null: none
 };
 
 struct Rwkv7Kernels {

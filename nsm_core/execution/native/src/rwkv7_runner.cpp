@@ -172,14 +172,18 @@ void Rwkv7Runner::read_heads(int layer, const std::vector<Span>& spans) {
   const auto floats = [&](int part) { return model_.floats(layer, part); };
   const Rwkv7Layer own = {shape.width, size, layer == 0, shape.head_eps, floats(REMOVAL_KEY), floats(KEY_RATE), floats(BONUS),
                           floats(HEAD_NORM), floats(HEAD_NORM_BIAS)};
-  team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
+  const int count = static_cast<int>(spans.size()) * heads;
+  const auto state_of = [&](int task) -> float* {
+    if (task == count) return nullptr;
+    return states_.matrices[layer] + spans[task / heads].row * states_.matrix_strides[layer] + static_cast<int64_t>(task % heads) * size * size;
+  };
+  team_.run(count, [&](int task, int) {
     const Span& span = spans[task / heads];
     const int head = task % heads;
     const int64_t first = static_cast<int64_t>(span.first) * shape.width;
-    float* state = states_.matrices[layer] + span.row * states_.matrix_strides[layer] + static_cast<int64_t>(head) * size * size;
     model_.own.heads(own, {head, span.tokens, r_.get() + first, k_.get() + first, v_.get() + first, outer_[DECAY].get() + first,
                            outer_[RATE].get() + first, outer_[GATE].get() + first, outer_[VALUE_MIX].get() + first,
-                           first_value_.get() + first, state, read_.get() + first});
+                           first_value_.get() + first, state_of(task), read_.get() + first, state_of(task + 1)});
   });
 }
 
