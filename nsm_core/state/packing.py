@@ -1,8 +1,8 @@
 """A stored state in fewer bytes, without loss: zstd over byte planes. No torch.
 
 Floats of a state share signs and exponents, and their mantissas look random. So the first bytes of all numbers stand
-together, then the second bytes, and so on. Of a long session's fp32 state 84 to 86 % are left, after 4 to 5 ms of CPU
-for 3.8 MB and 2 ms on the way back; bytes that lie as they are leave 93 % (`python -m benchmarks.state_packing`).
+together, then the second bytes, and so on. Of a long session's fp32 state 84 to 86 % are left, after 7 ms of CPU for
+3.8 MB and 3 ms on the way back; bytes that lie as they are leave 93 % (`python -m benchmarks.state_packing`).
 """
 
 from __future__ import annotations

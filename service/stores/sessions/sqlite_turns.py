@@ -177,14 +177,13 @@ def find_or_begin(
     require_model(head, start.model_fingerprint)
     if running is not None and not ends_abandoned:
         return None
-    return _begin(connection, head, start, max_records=max_records, now=now)
+    if running is not None:
+        _end_record(connection, head, running, "failed", None, now + ABANDONED_S)
+    return _begin(connection, head, start, max_records=max_records)
 
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
-    """The session moves on, by `committed` or by something else: `move_head` follows, or another turn begins.
-
-    Inside the caller's transaction.
-    """
+    """The session moves on, by `committed` or something else. Inside the caller's transaction; `move_head` follows."""
     running = _get_running(connection, head.key)
     if running is None:
         return
@@ -233,10 +232,7 @@ def _find_for(
     return _ended_record(connection.execute(query, (*row_ids, start.identity, start.digest, now)).fetchone(), 0.0)
 
 
-def _begin(
-    connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
-) -> TurnRecord:
-    end_running(connection, head, None, now)
+def _begin(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int) -> TurnRecord:
     row_id, order = _next_row_id(connection, head.key, start.turn_id, max_records=max_records)
     connection.execute(
         "UPDATE sessions SET turn_id = ?, turn_identity = ?, turn_digest = ?, turn_base_version = ?, turn_row_id = ?, "
