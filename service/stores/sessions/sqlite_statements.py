@@ -321,8 +321,10 @@ def take(
     key = head.key
     query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
     fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
-    if old_holder is not None and old_expires_at > now and not processes.is_gone(old_owner):
-        raise session_busy(head.session_id, old_expires_at - now)
+    with decoding(f"the lease of session {head.session_id!r}"):
+        fence, left_s = int(fence), float(old_expires_at) - now
+    if old_holder is not None and left_s > 0 and not processes.is_gone(old_owner):
+        raise session_busy(head.session_id, left_s)
     connection.execute(
         f"UPDATE sessions SET fence = ?, lease_holder = ?, lease_owner = ?, lease_expires_at = ? WHERE {ONE}",
         (fence + 1, holder, processes.name, now + lease_s, *key),

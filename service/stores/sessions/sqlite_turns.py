@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.codec import decoding
 from service.stores.sessions.errors import require_model, require_version
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
@@ -39,6 +40,16 @@ from service.stores.sqlite.database import Database
 _RUNNING = (
     "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order"
 )
+_RUNNING_TYPES: tuple[Any, ...] = (
+    str,
+    (str, type(None)),
+    str,
+    int,
+    bytes,
+    int,
+    int,
+    int,
+)  # after a disk that lied they may be others
 _ENDED = "turn_id, identity, digest, base_version, status, result"
 _CURRENT = "expires_at > ?"  # at a time
 
@@ -249,7 +260,8 @@ def _next_row_id(connection: sqlite3.Connection, key: SessionKey, turn_id: str, 
     first, last = row_ids_of(connection, key)
     query = f"SELECT row_id, turn_order, turn_id FROM turns WHERE {OWN} ORDER BY turn_order"
     found = connection.execute(query, (first, last)).fetchall()
-    order = found[-1][1] + 1 if found else 1
+    with decoding(f"a turn record of session {key.session_id!r}"):
+        order = found[-1][1] + 1 if found else 1
     same = [row_id for row_id, _, name in found if name == turn_id]
     row_ids = [row_id for row_id, _, _ in found if row_id not in same]
     num_over = len(row_ids) - (max_records - 1)
@@ -313,7 +325,12 @@ def _end_record(
 def _get_running(connection: sqlite3.Connection, key: SessionKey) -> _Running | None:
     query = f"SELECT {_RUNNING} FROM sessions WHERE {ONE} AND turn_id IS NOT NULL"
     row = connection.execute(query, key).fetchone()
-    return None if row is None else _Running(*row)
+    if row is None:
+        return None
+    with decoding(f"the running turn of session {key.session_id!r}"):
+        if not all(isinstance(value, kind) for value, kind in zip(row, _RUNNING_TYPES, strict=True)):
+            raise TypeError("a column has another type than its table")
+        return _Running(*row)
 
 
 def _find(

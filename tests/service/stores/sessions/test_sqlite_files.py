@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nsm_core.errors import ConfigError, StoreUnavailable
+from nsm_core.errors import ConfigError, SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import checksum
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.codec import encode_ids
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
-from service.stores.sessions.turn_records import TurnStart
+from service.stores.sessions.turn_records import EndedTurn, TurnStart
 from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
 from tests.support.snapshots import make_snapshot
@@ -245,3 +245,25 @@ def test_who_begins_on_a_new_file_at_the_same_moment_gets_in(tmp_path: Path) -> 
 
             for done in [pool.submit(begin) for _ in range(4)]:
                 done.result()
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("UPDATE turns SET turn_order = 'x'", "a turn record of session 's1' is damaged"),
+        ("UPDATE sessions SET turn_id = 't9'", "the running turn of session 's1' is damaged"),
+        ("UPDATE sessions SET fence = 'x'", "the lease of session 's1' is damaged"),
+    ],
+)
+async def test_R3_columns_of_another_type_are_damage(path: Path, statement: str, message: str) -> None:
+    """A page of a disk that lied may have any."""
+    start = TurnStart(turn_id="t1", identity=None, digest="d", base_version=None, model_fingerprint="m1", request=b"{}")
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await create(store)
+        leased = await store.acquire(KEY, holder="h", lease_s=10.0, start=start)
+        ended = EndedTurn(turn_id="t1", result=b"r", ttl_s=100.0)
+        await stored_sessions.commit_under(store, leased.lease, head, turn=ended)
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute(statement)
+        with pytest.raises(SnapshotCorrupt, match=message):
+            await store.acquire(KEY, holder="h", lease_s=10.0, start=start)
