@@ -72,7 +72,7 @@ class StoreCase:
             return sum([await self.redis.memory_usage(key, samples=0) for key in keys])
         if self.path is None:
             raise RuntimeError("a place is a file or a server")
-        return sum(file.stat().st_size for file in self.path.parent.glob("sessions.db*") if "reserve" not in file.name)
+        return sum(file.stat().st_size for file in self.path.parent.glob("sessions.db*") if "ballast" not in file.name)
 
 
 async def main() -> None:
