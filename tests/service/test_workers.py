@@ -38,16 +38,14 @@ sys.stdin.read()
 STARTS = """
 sys.stdin.read()
 """
+WAITS_FOR = """
+import time
+while {other!r} not in open(starts).read():
+    time.sleep(0.01)
+"""
 STOPS_THE_SERVER = """
 report('{}')
 os.kill(os.getppid(), 15)
-sys.stdin.read()
-"""
-SERVES_AFTER_A_WORKER_STARTED = """
-import time
-while "worker" not in open(starts).read():
-    time.sleep(0.01)
-report('{}')
 sys.stdin.read()
 """
 ENDS_READY = """
@@ -125,7 +123,8 @@ def test_engine_that_fails_at_each_start_ends_the_server_and_the_workers_that_wa
 
 
 def test_workers_start_while_the_engine_does(program: Program, sock: socket.socket) -> None:
-    starts = program(engine=SERVES_AFTER_A_WORKER_STARTED, worker=STOPS_THE_SERVER)
+    engine, worker = WAITS_FOR.format(other="worker"), WAITS_FOR.format(other="engine")
+    starts = program(engine=engine + SERVES, worker=worker + STOPS_THE_SERVER)
     run_workers(Settings(workers=1), sock)
     assert sorted(starts.read_text().splitlines()) == ["engine", "worker 1"]
 
