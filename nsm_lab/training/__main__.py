@@ -101,6 +101,7 @@ TRAINING_HELP = {
     "tier_share": "share of the rows that are read with one of --state-tiers, or with all slots",
     "start": "model directory of the same sizes whose weights the run begins with; without it new weights",
     "loops": "with --recall: share of the training tokens that repeat the text just before them, without loss",
+    "loop_penalty": "with --loops: weight of a penalty on tokens that are likelier than before the text repeated",
     "keep_strengths": "K layers: as 0.05,0.018,0.0066: makes one long-term head in each layer for each number. Such a "
     "head has no decay, and a token overwrites at most this share of a slot: with M slots it holds about M / share "
     "tokens",

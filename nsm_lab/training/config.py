@@ -45,6 +45,7 @@ class TrainConfig:
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
     loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
+    loop_penalty: float = 0.0  # weight of the penalty on tokens of such loops that are likelier than in the first turn
     keep_strengths: tuple[float, ...] = ()  # of heads that are made to keep, in each keyed layer: the most they write
     keep_context: float = 1.0  # most that a kept head's strength may depend on the token: the length of its row
     keep_budget: int = 0  # steps after which kept heads are looked at, that they write no more on average; 0: never
@@ -70,7 +71,7 @@ class TrainConfig:
         if self.recall_end is not None:
             self._require(self.recall > 0, "recall_end", "left out without recall")
             self._require(0.0 < self.recall_end < 1.0, "recall_end", "in (0, 1)")
-        for name in ("balance_loss", "z_loss", "key_spread"):
+        for name in ("balance_loss", "z_loss", "key_spread", "loop_penalty"):
             self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")

@@ -43,6 +43,7 @@ class TokenizedSplit:
     num_bytes: int  # UTF-8 bytes of the texts
     num_words: int  # whitespace-separated
     weights: npt.NDArray[np.uint8] | None = None  # as `ids`: of each in the loss, 0 to leave it out; None: all alike
+    turns: npt.NDArray[np.uint16] | None = None  # of a token that a loop says again, how far back its first turn has it
 
     @property
     def num_documents(self) -> int:
@@ -145,6 +146,9 @@ class Batch:
     reset: Tensor  # [rows, seq_len // chunk_len] bool: the chunk begins at the learned start
     has_inner_starts: bool  # some document starts elsewhere than at the beginning of a row
     weights: Tensor | None = None  # [rows, seq_len] uint8: of the targets in the loss; None: all alike
+    turns: Tensor | None = (
+        None  # [rows, seq_len] int64: of targets that a loop says again, tokens back to its first turn
+    )
     num_slots: Tensor | None = None  # [rows] int64: slots of a head that a row is read with; None: all
 
 
@@ -231,10 +235,14 @@ class PackedBatches:
         ids = self._split.ids[np.where(valid, index, end_of_text)].astype(np.int64)
         targets = self._split.ids[np.where(valid, index + 1, end_of_text)].astype(np.int64)
         targets[~valid] = IGNORED_TARGET
-        weights = None
+        weights = turns = None
         if self._split.weights is not None:
             weights = self._split.weights[np.where(valid, index + 1, end_of_text)]
-            targets[weights == 0] = IGNORED_TARGET
+            is_silent = weights == 0
+            if self._split.turns is not None:
+                turns = self._split.turns[np.where(valid, index + 1, end_of_text)].astype(np.int64)
+                is_silent &= turns == 0
+            targets[is_silent] = IGNORED_TARGET
         return Batch(
             ids=torch.from_numpy(ids),
             targets=torch.from_numpy(targets),
@@ -242,6 +250,7 @@ class PackedBatches:
             reset=torch.from_numpy(reset),
             has_inner_starts=bool(reset[:, 1:].any()),
             weights=None if weights is None else torch.from_numpy(weights),
+            turns=None if turns is None else torch.from_numpy(turns),
         )
 
     def _lay_out(self, epoch: int) -> _Layout:

@@ -28,7 +28,7 @@ _THINGS = {
     "ship": ("name", "colour", "number"),
     "horse": ("name", "colour", "price"),
     "room": ("number", "colour", "name"),
-    "ticket": ("number", "price", "colour"),
+    "basket": ("number", "price", "colour"),
     "watch": ("price", "number", "name"),
     "dog": ("name", "colour", "price"),
     "letter": ("date", "number", "colour"),
@@ -49,8 +49,8 @@ _GOODS = _words(
     "spoons glass soap bread string tobacco hats eggs ink butter gloves matches"
 )
 _COUNTED = (
-    "safe", "strong-box", "account", "telegram", "policy", "regiment", "locker", "cipher", "engine", "passport",
-    "vault", "cellar", "cabinet", "drawer", "bond", "patent", "lottery ticket", "prisoner", "warehouse", "cab",
+    "safe", "strong-box", "account", "telegram", "policy", "regiment", "hamper", "cipher", "engine", "passport",
+    "vault", "cellar", "cabinet", "drawer", "bond", "patent", "licence", "prisoner", "warehouse", "cab",
 )  # fmt: skip
 # What is a number itself.
 _SECRETS = (

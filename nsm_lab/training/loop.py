@@ -37,6 +37,8 @@ from nsm_lab.training.optim import Optimizers
 from nsm_lab.training.recall import ALL_WORDS, ANSWERS_ALONE, recall_split, shares_by_time
 from nsm_lab.training.tiers import TierDraw
 
+LEFT_SHARE = 0.7  # of a token's probability in the first turn of a loop, what a later turn may have without a penalty
+MOST_PENALISED = 1.0 - 1e-4
 BUDGET_TOKENS = 4096  # of a batch, by which the mean strength of a keeping head is judged
 
 
@@ -44,12 +46,21 @@ class LossModule(nn.Module):
     """Model and loss as one module, for data-parallel training.
 
     `balance` and `z`: weights of the penalties on how the routers use their slots (nsm_core/model/balance.py);
-    `key_spread`: of the penalty on written routes of keyed layers that resemble each other.
+    `key_spread`: of the penalty on written routes of keyed layers that resemble each other; `loop_penalty`: of that on
+    tokens which a loop says again.
     """
 
-    def __init__(self, model: NsmModel, *, balance: float = 0.0, z: float = 0.0, key_spread: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: NsmModel,
+        *,
+        balance: float = 0.0,
+        z: float = 0.0,
+        key_spread: float = 0.0,
+        loop_penalty: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.model, self._key_spread = model, key_spread
+        self.model, self._key_spread, self._loop_penalty = model, key_spread, loop_penalty
         self._keyed = [module for module in model.modules() if isinstance(module, KeyedMixer)] if key_spread else []
         for mixer in self._keyed:
             mixer.has_penalties = True
@@ -69,9 +80,9 @@ class LossModule(nn.Module):
             mixer.penalties.clear()
         hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
-        loss = _mean_loss(logits, batch)
+        loss, of_loops = _mean_losses(logits, batch)
         penalties = [penalty for router in self.routers for penalty in router.penalties]
-        penalty = loss.new_zeros(()) + weighted(penalties, self._balance, self._z)
+        penalty = self._loop_penalty * of_loops + weighted(penalties, self._balance, self._z)
         for crowding in (crowding for mixer in self._keyed for crowding in mixer.penalties):
             penalty = penalty + self._key_spread * crowding
         return loss, {name: value.detach() for name, value in state.items()}, penalty
@@ -85,14 +96,32 @@ class LossModule(nn.Module):
         )
 
 
-def _mean_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """[], in nats: over the targets of `batch`, each as often as its weight says."""
-    logits, targets = logits.flatten(0, 1), batch.targets.flatten()
+def _mean_losses(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[] and [], in nats: over the targets of `batch`, each as often as its weight says, and the penalty on loops."""
+    flat, targets = logits.flatten(0, 1), batch.targets.flatten()
     if batch.weights is None:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET)
-    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="none")
+        loss = F.cross_entropy(flat, targets, ignore_index=IGNORED_TARGET)
+        return loss, loss.new_zeros(())
+    losses = F.cross_entropy(flat, targets, ignore_index=IGNORED_TARGET, reduction="none")
     weights = torch.where(targets == IGNORED_TARGET, 0.0, batch.weights.flatten())
-    return (losses * weights).sum() / weights.sum().clamp(min=1.0)
+    total = weights.sum().clamp(min=1.0)
+    of_loops = losses.new_zeros(())
+    if batch.turns is not None:
+        of_loops = loop_penalties(losses.view_as(batch.turns), batch.turns).sum() / total
+    return (losses * weights).sum() / total, of_loops
+
+
+def loop_penalties(losses: Tensor, turns: Tensor) -> Tensor:
+    """losses [B,T] in nats, turns [B,T] as of `Batch` -> [B,T], in nats, 0 for tokens outside of loops.
+
+    A token that a loop says again must not become likelier by that: what its probability exceeds LEFT_SHARE of the one
+    in the first turn is punished, as of a token that would be wrong (Xu et al. 2022, "Learning to Break the Loop").
+    """
+    said = (-losses).exp()
+    first = torch.arange(losses.shape[1], device=losses.device) - turns
+    then = said.detach().gather(1, first.clamp(min=0))
+    excess = (said - LEFT_SHARE * then).clamp(min=0.0, max=MOST_PENALISED)
+    return torch.where((turns > 0) & (first >= 0), -torch.log1p(-excess), 0.0)
 
 
 class BatchSource:
@@ -130,6 +159,7 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         valid=change(batch.valid),
         reset=change(batch.reset),
         weights=None if batch.weights is None else change(batch.weights),
+        turns=None if batch.turns is None else change(batch.turns),
         num_slots=None if batch.num_slots is None else change(batch.num_slots),
     )
 
@@ -271,7 +301,11 @@ class Trainer:
             if self.config.compile and self.world.device.type == "cuda":
                 block.compile(dynamic=False)  # one block is compiled, all others share its code
         module: nn.Module = LossModule(
-            self.model, balance=self.config.balance_loss, z=self.config.z_loss, key_spread=self.config.key_spread
+            self.model,
+            balance=self.config.balance_loss,
+            z=self.config.z_loss,
+            key_spread=self.config.key_spread,
+            loop_penalty=self.config.loop_penalty,
         )
         if self.world.size > 1:
             module = nn.parallel.DistributedDataParallel(module)

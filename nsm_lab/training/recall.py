@@ -2,7 +2,8 @@
 
 Books rarely repeat themselves word by word, so a model that is trained on them alone has little reason to keep what has
 left its attention windows. Here passages of a document return later in it, and invented facts are stated and asked for.
-Distances are even on a log scale: every octave teaches as much.
+Distances are even on a log scale, and half of the passages return from farther: a state of thousands of tokens is what
+is hardest to learn.
 """
 
 from __future__ import annotations
@@ -12,27 +13,34 @@ import heapq
 import math
 import multiprocessing
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
-from nsm_lab.training.facts import Question, make_fact
+from nsm_lab.training.facts import make_fact
+from nsm_lab.training.passing import Asked, Told, Vocabulary, make_told
 from nsm_lab.training.phrasings import things_in
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (640, 40_960)  # tokens from its beginning to its return
+FAR_DISTANCE, FAR_SHARE = (6_000, 32_000), 0.5  # of so many of them
 UNPREDICTABLE_TOKENS = 8  # of a passage that returns, the first: nothing says that it will
 FACT_DISTANCE = (192, 49_152)  # tokens from a statement to a question
+NEAR_DISTANCE, NEAR_SHARE = (4, 192), 0.25  # of so many questions
+PASSING_SHARE = 0.55  # of the facts, those that are told in passing
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
 FACT_SHARE = 0.6  # of all insertions, by their number; a fact's questions belong to its statement
 NAMING_DOCUMENTS, NAMING_TOKENS = 400, 50_000  # from which facts take the names of things
 NUM_FACTS = 32_768  # made for a run
 ANSWER_WEIGHT = 3  # of a token that a question asks for, in the loss
-LOOP_PERIOD = (8, 320)  # tokens that are said again at once
-LOOP_TURNS = 3  # how often at most
+AFTER_WEIGHT = 5  # of the token after an answer
+LOOP_PERIOD = (1, 320)  # tokens that are said again at once
+LOOP_TURNS = 3  # how often at most, or more often if the loop is short:
+SHORT_LOOP = 64  # tokens
 LOOP_TOKENS = 400  # longest loop
 
 Ids = npt.NDArray[np.unsignedinteger]
@@ -44,36 +52,41 @@ class RecallLoss:
     """How much tokens of what is inserted weigh in the loss; a token of the document weighs 1.
 
     `first_answer`: the first token of an answer, `answer` its others, `others` statements, the rest of a question, and
-    the first tokens of a passage, `silent` in number.
+    the first tokens of a passage, `silent` in number. `after`: the token after an answer, which says where it ends.
     """
 
     answer: int = ANSWER_WEIGHT
     first_answer: int = ANSWER_WEIGHT
     others: int = 0
+    after: int = AFTER_WEIGHT
     silent: int = UNPREDICTABLE_TOKENS
 
 
 ANSWERS_ALONE = RecallLoss()
-ALL_WORDS = RecallLoss(answer=1, first_answer=1, others=1)
+ALL_WORDS = RecallLoss(answer=1, first_answer=1, others=1, after=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FactBank:
-    """Token ids of statements and of their questions, and the ids after which a paragraph may begin.
+    """Token ids of statements and of their questions, each with the weights of its tokens by `loss`.
 
-    A question comes with the weights of its tokens, by `loss`.
+    `is_inline`: a fact's texts are sentences within a paragraph. Sets of ids: after `paragraph_ends` a paragraph may
+    begin; between one of `sentence_ends` and one of `sentence_starts` a sentence.
     """
 
-    statements: tuple[Ids, ...]
+    statements: tuple[tuple[Ids, Weights], ...]
     questions: tuple[tuple[tuple[Ids, Weights], ...], ...]
+    is_inline: tuple[bool, ...]
     paragraph_ends: Ids
+    sentence_ends: Ids
+    sentence_starts: Ids
     loss: RecallLoss = ANSWERS_ALONE
 
     @property
     def mean_tokens(self) -> float:
         """Of a fact with all its questions."""
         asked = sum(len(ids) for questions in self.questions for ids, _ in questions)
-        return (sum(map(len, self.statements)) + asked) / len(self.statements)
+        return (sum(len(ids) for ids, _ in self.statements) + asked) / len(self.statements)
 
     @classmethod
     def make(
@@ -86,18 +99,46 @@ class FactBank:
         texts: Iterable[str] = (),
     ) -> FactBank:
         """`texts`: of the things in them facts are made."""
-        rng = random.Random(seed)
-        things = things_in(texts, random.Random(seed))
-        facts = [make_fact(rng, things) for _ in range(num_facts)]
-        encoded = tokenizer.encode_batch([fact.statement for fact in facts])
-        statements = tuple(np.array(ids, dtype) for ids in encoded)
-        asked = iter(_encoded(tokenizer, [question for fact in facts for question in fact.questions], dtype, loss))
-        questions = tuple(tuple(next(asked) for _ in fact.questions) for fact in facts)
-        return cls(statements, questions, np.unique([ids[-1] for ids in statements]).astype(dtype), loss)
+        read = tuple(texts)
+        told = tuple(_facts(random.Random(seed), num_facts, read, seed))
+        encoded = iter(
+            _encoded(tokenizer, [text for fact in told for text in (fact.statement, *fact.questions)], dtype, loss)
+        )
+        statements, questions = list[tuple[Ids, Weights]](), list[tuple[tuple[Ids, Weights], ...]]()
+        for fact in told:
+            statements.append(next(encoded))
+            questions.append(tuple(next(encoded) for _ in fact.questions))
+        ends = [ids[-1] for (ids, _), fact in zip(statements, told, strict=True) if not fact.is_inline]
+        spoken = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
+        return cls(
+            tuple(statements),
+            tuple(questions),
+            tuple(fact.is_inline for fact in told),
+            np.unique(ends).astype(dtype),
+            _numbers(spoken, dtype, lambda text: text.rstrip("\"'").endswith((".", "!", "?"))),
+            _numbers(spoken, dtype, lambda text: text[:1] == " " and (text[1:2].isupper() or text == ' "')),
+            loss,
+        )
+
+
+def _numbers(spoken: Sequence[str], dtype: np.dtype[np.unsignedinteger], is_one: Callable[[str], bool]) -> Ids:
+    return np.array([number for number, text in enumerate(spoken) if is_one(text)], dtype)
+
+
+def _facts(rng: random.Random, count: int, texts: Sequence[str], seed: int) -> Iterator[Told]:
+    """Some told in passing, the others by name."""
+    things, words = things_in(texts, random.Random(seed)), Vocabulary.of(texts)
+    for _ in range(count):
+        if rng.random() < PASSING_SHARE:
+            yield make_told(rng, words)
+        else:
+            fact = make_fact(rng, things)
+            asked = tuple(Asked(question.text, question.answers) for question in fact.questions)
+            yield Told(Asked(fact.statement, ()), asked, is_inline=False)
 
 
 def _encoded(
-    tokenizer: Tokenizer, questions: Sequence[Question], dtype: np.dtype[np.unsignedinteger], loss: RecallLoss
+    tokenizer: Tokenizer, questions: Sequence[Asked], dtype: np.dtype[np.unsignedinteger], loss: RecallLoss
 ) -> list[tuple[Ids, Weights]]:
     """An answer's tokens are those that the text before it, alone, does not have, up to those after it."""
     texts = [question.text for question in questions]
@@ -108,7 +149,9 @@ def _encoded(
         weights = np.full(len(ids), loss.others, np.uint8)
         for _ in question.answers:
             first, last = _shared(ids, next(starts)), _shared(ids, next(starts))
-            weights[first : max(first + 1, last)] = loss.answer
+            last = max(first + 1, last)
+            weights[last : last + 1] = loss.after
+            weights[first:last] = loss.answer
             weights[first] = loss.first_answer
         made.append((np.array(ids, dtype), weights))
     return made
@@ -120,6 +163,16 @@ def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((at for at, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
+class Written(NamedTuple):
+    """A document with what was inserted. `turns`: of tokens that a loop says again, how far back its first turn has
+    them; else 0.
+    """
+
+    ids: Ids
+    weights: Weights
+    turns: npt.NDArray[np.uint16]
+
+
 def _log_uniform(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
     return int(np.exp(rng.uniform(*np.log(bounds))))
 
@@ -129,6 +182,7 @@ class _Writer:
 
     def __init__(self, capacity: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._ids, self._weights = np.empty(capacity, dtype), np.empty(capacity, np.uint8)
+        self._turns = np.empty(capacity, np.uint16)
         self.length = 0
 
     @property
@@ -139,29 +193,32 @@ class _Writer:
     def weights(self) -> Weights:
         return self._weights[: self.length]
 
-    def append(self, ids: Ids, weights: Weights | int) -> None:
+    @property
+    def turns(self) -> npt.NDArray[np.uint16]:
+        return self._turns[: self.length]
+
+    def append(self, ids: Ids, weights: Weights | int, turns: npt.NDArray[np.integer] | int = 0) -> None:
         end = self.length + len(ids)
         if end > len(self._ids):
-            self._ids, self._weights = (
-                np.concatenate((held, np.empty(max(len(held), len(ids)), held.dtype)))
-                for held in (self._ids, self._weights)
+            more = max(len(self._ids), len(ids))
+            self._ids, self._weights, self._turns = (
+                np.concatenate((held, np.empty(more, held.dtype))) for held in (self._ids, self._weights, self._turns)
             )
         self._ids[self.length : end], self._weights[self.length : end] = ids, weights
+        self._turns[self.length : end] = turns
         self.length = end
 
 
-def with_recall(
-    document: Ids, share: float, bank: FactBank, rng: np.random.Generator, loops: float = 0.0
-) -> tuple[Ids, Weights]:
+def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Generator, loops: float = 0.0) -> Written:
     """`document` begins with the end-of-text token; about `share` of the result's tokens are inserted to be recalled.
 
     About `loops` of them stand in loops: what was said just before is said again, up to LOOP_TURNS times, and then the
-    text goes on. Tokens of a loop have no weight, so all that is learned from it is to leave it.
+    text goes on. Tokens of a loop have no weight, and `turns` says where their first turn is.
     """
     written = _Writer(int(len(document) / (1.0 - share - loops) * 1.2) + 1024, document.dtype)
     of_recall, of_loops = share / _mean_inserted(bank), loops / _mean_loop()  # insertions a token of the result
     gap = (1.0 - share - loops) / (of_recall + of_loops)
-    ends = _paragraph_ends(document, bank)
+    ends, sentences = _paragraph_ends(document, bank), _sentence_ends(document, bank)
     questions: list[tuple[int, int, int]] = []  # where it is due, which fact, which of its questions
     at = 0
     while True:
@@ -171,11 +228,12 @@ def with_recall(
         asks = bool(questions) and nearest - at >= questions[0][0] - written.length
         goes_round = not asks and rng.random() * (of_recall + of_loops) < of_loops
         states = not asks and not goes_round and rng.random() < FACT_SHARE
+        fact = questions[0][1] if asks else int(rng.integers(len(bank.statements)))
         if asks or states:
-            nearest = _paragraph_after(nearest, ends)
+            nearest = _next_place(nearest, sentences if bank.is_inline[fact] else ends)
         if nearest >= len(document):
             written.append(document[at:], 1)
-            return written.ids, written.weights
+            return Written(written.ids, written.weights, written.turns)
         written.append(document[at:nearest], 1)
         at = nearest
         if asks:
@@ -184,12 +242,15 @@ def with_recall(
         elif goes_round:
             _go_round(written, rng)
         elif states:
-            fact = int(rng.integers(len(bank.statements)))
+            written.append(*bank.statements[fact])
             for which in range(len(bank.questions[fact])):
-                heapq.heappush(questions, (written.length + _log_uniform(rng, FACT_DISTANCE), fact, which))
-            written.append(bank.statements[fact], bank.loss.others)
+                heapq.heappush(questions, (written.length + _fact_distance(rng), fact, which))
         else:
             _repeat(written, rng, bank.loss)
+
+
+def _fact_distance(rng: np.random.Generator) -> int:
+    return _log_uniform(rng, NEAR_DISTANCE if rng.random() < NEAR_SHARE else FACT_DISTANCE)
 
 
 def _mean_inserted(bank: FactBank) -> float:
@@ -205,11 +266,17 @@ def _mean_loop() -> float:
     return (1 + LOOP_TURNS) / 2 * (longest - shortest) / math.log(longest / shortest) * 0.8
 
 
-def _paragraph_after(at: int, ends: npt.NDArray[np.int64]) -> int:
-    """Where the next paragraph begins; `at` itself where that is far away."""
-    index = int(np.searchsorted(ends, at))
-    is_near = index < len(ends) and ends[index] - at <= PARAGRAPH_TOKENS
-    return int(ends[index]) if is_near else at
+def _next_place(at: int, places: npt.NDArray[np.int64]) -> int:
+    """Where the next sentence or paragraph begins; `at` itself where that is far away."""
+    index = int(np.searchsorted(places, at))
+    is_near = index < len(places) and places[index] - at <= PARAGRAPH_TOKENS
+    return int(places[index]) if is_near else at
+
+
+def _sentence_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:
+    """Where a sentence may begin within a paragraph."""
+    is_end = np.isin(document[:-1], bank.sentence_ends) & np.isin(document[1:], bank.sentence_starts)
+    return np.flatnonzero(is_end) + 1
 
 
 def _paragraph_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:
@@ -219,7 +286,11 @@ def _paragraph_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:
 
 
 def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss) -> None:
-    length, distance = _log_uniform(rng, PASSAGE_TOKENS), _log_uniform(rng, PASSAGE_DISTANCE)
+    is_far = rng.random() < FAR_SHARE
+    length, distance = (
+        _log_uniform(rng, PASSAGE_TOKENS),
+        _log_uniform(rng, FAR_DISTANCE if is_far else PASSAGE_DISTANCE),
+    )
     start = written.length - distance
     if start < 1:
         return
@@ -232,14 +303,16 @@ def _go_round(written: _Writer, rng: np.random.Generator) -> None:
     period = min(_log_uniform(rng, LOOP_PERIOD), written.length - 1)
     if period < LOOP_PERIOD[0]:
         return
-    length = period * int(rng.integers(1, LOOP_TURNS + 1))
+    turns = int(rng.integers(1, max(LOOP_TURNS, SHORT_LOOP // period) + 1))
+    length = period * turns
     if rng.random() < 0.5:  # it ends within a turn
-        length -= int(rng.integers(0, period - LOOP_PERIOD[0] + 1))
+        length -= int(rng.integers(0, period))
+    length = min(length, LOOP_TOKENS)
     turn = written.ids[written.length - period :].copy()
-    written.append(np.resize(turn, min(length, LOOP_TOKENS)), 0)
+    written.append(np.resize(turn, length), 0, (np.arange(length) // period + 1) * period)
 
 
-def _one(job: tuple[Ids, float, float, int, int, int]) -> tuple[Ids, Weights]:
+def _one(job: tuple[Ids, float, float, int, int, int]) -> Written:
     document, share, loops, seed, copy, index = job
     return with_recall(document, share, _BANK[0], np.random.default_rng((seed, copy, index)), loops)
 
@@ -290,11 +363,12 @@ def recall_split(
     copies = len(jobs) // split.num_documents
     documents = _run(jobs, workers)
     _BANK.clear()
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in documents)], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64)
     return dataclasses.replace(
         split,
-        ids=np.concatenate([*(ids for ids, _ in documents), split.ids[-1:]]),
-        weights=np.concatenate([*(weights for _, weights in documents), np.ones(1, np.uint8)]),
+        ids=np.concatenate([*(document.ids for document in documents), split.ids[-1:]]),
+        weights=np.concatenate([*(document.weights for document in documents), np.ones(1, np.uint8)]),
+        turns=np.concatenate([*(document.turns for document in documents), np.zeros(1, np.uint16)]),
         offsets=offsets,
         num_bytes=copies * split.num_bytes,
         num_words=copies * split.num_words,
@@ -307,7 +381,7 @@ def _texts(split: TokenizedSplit, tokenizer: Tokenizer) -> Iterator[str]:
         yield tokenizer.decode(split.ids[start : min(end, start + NAMING_TOKENS)].tolist())
 
 
-def _run(jobs: Sequence[tuple[Ids, float, float, int, int, int]], workers: int) -> list[tuple[Ids, Weights]]:
+def _run(jobs: Sequence[tuple[Ids, float, float, int, int, int]], workers: int) -> list[Written]:
     if workers == 1:
         return [_one(job) for job in jobs]
     with multiprocessing.get_context("fork").Pool(workers) as pool:

@@ -21,7 +21,7 @@ from nsm_lab.training.__main__ import main, parse
 from nsm_lab.training.average import WeightAverage
 from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.distributed import World
-from nsm_lab.training.loop import LossModule, Trainer, carries_state, train
+from nsm_lab.training.loop import LEFT_SHARE, LossModule, Trainer, carries_state, loop_penalties, train
 from nsm_lab.training.optim import lr_factor
 from tests.support.counts import scaled
 from tests.support.samples import BOOKS_DIR
@@ -317,3 +317,13 @@ def test_routes_that_resemble_each_other_are_pushed_apart(config: TrainConfig) -
 def test_keeping_heads_need_keyed_layers(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="keep_strengths must be at most 0 numbers"):
         dataclasses.replace(config, keep_strengths=(0.01,))
+
+
+def test_a_loop_is_punished_for_what_its_first_turn_did_not_have() -> None:
+    said = torch.tensor([[0.5, 0.2, 0.3, 0.9, 0.9]], dtype=torch.float64, requires_grad=True)
+    turns = torch.tensor([[0, 0, 2, 2, 5]])  # the third token again, the fourth too; the last one's first turn is gone
+    penalties = loop_penalties(-said.log(), turns)
+    assert penalties[0].tolist() == pytest.approx([0.0, 0.0, 0.0, -math.log(1.0 - (0.9 - LEFT_SHARE * 0.2)), 0.0])
+    penalties.sum().backward()
+    assert said.grad is not None
+    assert (said.grad[0] != 0).tolist() == [False, False, False, True, False]

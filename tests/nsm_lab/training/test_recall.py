@@ -12,8 +12,10 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import KINDS, make_fact
+from nsm_lab.training.passing import Vocabulary, make_told
 from nsm_lab.training.phrasings import THINGS, things_in
 from nsm_lab.training.recall import (
+    AFTER_WEIGHT,
     ALL_WORDS,
     ANSWER_WEIGHT,
     LOOP_PERIOD,
@@ -21,6 +23,7 @@ from nsm_lab.training.recall import (
     UNPREDICTABLE_TOKENS,
     FactBank,
     RecallLoss,
+    _encoded,
     recall_split,
     shares_by_time,
     with_recall,
@@ -28,6 +31,7 @@ from nsm_lab.training.recall import (
 
 NUM_TOKENS = 60_000
 NUM_FACTS = 500
+WORDS = Vocabulary(("lantern", "mountain", "house"), ("Ellen", "Norfolk"))
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +51,14 @@ def is_subsequence(part: np.ndarray, whole: np.ndarray) -> bool:
 
 def test_recall_keeps_every_token_of_the_document_in_order(bank: FactBank) -> None:
     document = numbered()
-    written, weights = with_recall(document, 0.2, bank, np.random.default_rng(0), loops=0.1)
-    assert len(weights) == len(written)
+    written, weights, turns = with_recall(document, 0.2, bank, np.random.default_rng(0), loops=0.1)
+    assert len(weights) == len(turns) == len(written)
     assert is_subsequence(document, written)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25])
 def test_recall_inserts_about_its_share(bank: FactBank, share: float) -> None:
-    written, _ = with_recall(numbered(), share, bank, np.random.default_rng(1))
+    written = with_recall(numbered(), share, bank, np.random.default_rng(1)).ids
     assert 0.6 * share < 1.0 - NUM_TOKENS / len(written) < 1.4 * share
 
 
@@ -83,15 +87,15 @@ def test_answers_of_questions_are_what_their_statement_says() -> None:
             assert all(question.text[first:last] in fact.statement for first, last in question.answers)
 
 
-def test_only_answers_of_a_question_have_weight(bank: FactBank, tiny_tokenizer: Tokenizer) -> None:
-    asked = [question for questions in bank.questions for question in questions]
+def test_only_answers_of_a_question_and_their_ends_have_weight(tiny_tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
-    facts = [make_fact(rng) for _ in range(NUM_FACTS)]
-    texts = [question for fact in facts for question in fact.questions]
-    for (ids, weights), question in zip(asked, texts, strict=True):
+    told = [make_told(rng, WORDS) for _ in range(100)]
+    texts = [question for fact in told for question in fact.questions]
+    encoded = _encoded(tiny_tokenizer, texts, np.dtype("<u2"), RecallLoss(first_answer=9))
+    for (ids, weights), question in zip(encoded, texts, strict=True):
         assert tiny_tokenizer.decode(ids.tolist()) == question.text
-        assert set(weights.tolist()) == {0, ANSWER_WEIGHT}
-        heard = tiny_tokenizer.decode(ids[weights > 0].tolist())
+        assert {9} <= set(weights.tolist()) <= {0, ANSWER_WEIGHT, AFTER_WEIGHT, 9}
+        heard = tiny_tokenizer.decode(ids[(weights > 0) & (weights != AFTER_WEIGHT)].tolist())
         assert all(question.text[first:last] in heard for first, last in question.answers)
 
 
@@ -102,27 +106,29 @@ def test_the_first_token_of_an_answer_may_weigh_more(tiny_tokenizer: Tokenizer) 
         starts = np.flatnonzero((weights > 0) & (np.concatenate(([0], weights[:-1])) == 0))
         assert len(starts)
         assert set(weights[starts].tolist()) == {9}
-        assert set(weights.tolist()) <= {0, ANSWER_WEIGHT, 9}
+        assert set(weights.tolist()) <= {0, ANSWER_WEIGHT, AFTER_WEIGHT, 9}
 
 
 def test_every_word_that_is_inserted_may_count(tiny_tokenizer: Tokenizer) -> None:
     bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=NUM_FACTS, loss=ALL_WORDS)
-    _, weights = with_recall(numbered(), 0.2, bank, np.random.default_rng(6))
+    weights = with_recall(numbered(), 0.2, bank, np.random.default_rng(6)).weights
     assert set(weights.tolist()) == {1}
 
 
 def test_a_loop_has_no_weight_and_the_document_goes_on_behind_it(bank: FactBank) -> None:
-    written, weights = with_recall(numbered(), 1e-6, bank, np.random.default_rng(5), loops=0.2)
+    written, weights, turns = with_recall(numbered(), 1e-6, bank, np.random.default_rng(5), loops=0.2)
     assert np.array_equal(written[weights > 0], numbered())
     assert 0.1 < (weights == 0).mean() < 0.3
-    silent = np.flatnonzero((weights[1:] == 0) & (weights[:-1] > 0)) + 1
-    for start in silent.tolist():
-        period = written[start - 1] + 1 - written[start]
-        assert LOOP_PERIOD[0] <= period <= LOOP_PERIOD[1]
+    assert np.array_equal(turns > 0, weights == 0)
+    again = np.flatnonzero(turns)
+    assert np.array_equal(written[again], written[again - turns[again]])
+    starts = again[turns[again - 1] == 0]
+    assert LOOP_PERIOD[0] <= turns[starts].min()
+    assert turns[starts].max() <= LOOP_PERIOD[1]
 
 
 def test_the_first_tokens_of_a_passage_that_returns_have_no_weight(bank: FactBank) -> None:
-    written, weights = with_recall(numbered(), 0.2, bank, np.random.default_rng(6))
+    written, weights, _ = with_recall(numbered(), 0.2, bank, np.random.default_rng(6))
     at = 0
     returned = []
     while at + 1 < len(written):
@@ -160,7 +166,7 @@ def test_facts_ask_for_numbers_of_all_lengths(digits: int) -> None:
 
 
 def test_recall_asks_every_question_of_a_fact_that_has_room(bank: FactBank) -> None:
-    assert bank.mean_tokens > np.mean([len(ids) for ids in bank.statements])
+    assert bank.mean_tokens > np.mean([len(ids) for ids, _ in bank.statements])
     assert all(1 <= len(questions) <= 3 for questions in bank.questions)
 
 
@@ -198,3 +204,16 @@ def test_shares_by_time_reach_the_last_share_where_the_run_ends() -> None:
     )
     shares = shares_by_time(split, shares=(0.3, 0.1), copies=1, strips=1, read=0.5, seed=0)
     np.testing.assert_allclose(shares[document_order(0, 0, 10)][5:], 0.1)
+
+
+def test_a_sentence_told_in_passing_stands_between_two_sentences(tiny_tokenizer: Tokenizer) -> None:
+    bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=NUM_FACTS)
+    text = "The old ship came home. It lay in the harbour. Nobody spoke. " * 2000
+    document = np.array([tiny_tokenizer.end_of_text_id, *tiny_tokenizer.encode(text)], np.uint16)
+    inline = [ids for (ids, _), is_inline in zip(bank.statements, bank.is_inline, strict=True) if is_inline]
+    written = tiny_tokenizer.decode(with_recall(document, 0.2, bank, np.random.default_rng(0)).ids[1:].tolist())
+    found = [statement for ids in inline if (statement := tiny_tokenizer.decode(ids.tolist())) in written]
+    assert found
+    for statement in found:
+        before = written[: written.index(statement)]
+        assert before[-1] in '.!?"\n'
