@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 NOT_TAUGHT = ("pass", "key", "locker", "parcel", "barrel", "convoy", "admiral", "ticket", "motor", "oil")
 _STORED = "\x00"  # stands for the value until its place is known
@@ -53,7 +55,7 @@ _ONSETS = _words("B Br C Cr D Dr F Fl G Gr H J K L M N P Pr R S St T Th Tr V W")
 _VOWELS = _words("a e i o u ai ea oo")
 _MIDDLES = _words("d l ll m n nd r rn rt s ss st t v w ck g b")
 _ENDINGS = _words("a by den el er ford ham ia ine is ley mund na on or ow ric ster ton us well wick")
-_PLACES = _words(
+_ROOMS = _words(
     "room cabin cell drawer shelf box berth ward stall platform vault pew bin cupboard chest house hut tent office "
     "carriage bed cellar corridor gate pier bench desk row floor chapter page bay hall stable"
 )
@@ -100,23 +102,23 @@ _ENDS = (
 )  # fmt: skip
 # past, base, participle, of what may be done with a thing
 _PUT = tuple(
-    tuple(forms.split("/"))
-    for forms in _words(
+    tuple(verb.split("/"))
+    for verb in _words(
         "put/put/put hid/hide/hidden left/leave/left laid/lay/laid kept/keep/kept stored/store/stored dropped/drop/dropped "
         "placed/place/placed forgot/forget/forgotten found/find/found saw/see/seen locked/lock/locked lost/lose/lost"
     )
 )
 _GOT = tuple(
-    tuple(forms.split("/"))
-    for forms in _words(
+    tuple(verb.split("/"))
+    for verb in _words(
         "bought/buy/bought sold/sell/sold counted/count/counted brought/bring/brought sent/send/sent ordered/order/ordered "
         "took/take/taken found/find/found kept/keep/kept saw/see/seen lost/lose/lost stole/steal/stolen made/make/made "
         "carried/carry/carried owned/own/owned gathered/gather/gathered burned/burn/burned painted/paint/painted"
     )
 )
 _DID = tuple(
-    tuple(forms.split("/"))
-    for forms in _words(
+    tuple(verb.split("/"))
+    for verb in _words(
         "found/find/found stole/steal/stolen bought/buy/bought broke/break/broken mended/mend/mended took/take/taken "
         "sold/sell/sold painted/paint/painted burned/burn/burned hid/hide/hidden built/build/built lost/lose/lost "
         "cleaned/clean/cleaned opened/open/opened discovered/discover/discovered cut/cut/cut"
@@ -180,7 +182,7 @@ class Vocabulary:
             nouns.update(_NOUN.findall(text))
             names.update(_NAME.findall(text))
         return cls(
-            _usable(nouns, MOST_NOUNS, fewest_times) or _PLACES,
+            _usable(nouns, MOST_NOUNS, fewest_times) or _ROOMS,
             tuple(name for name in _usable(names, MOST_NAMES, fewest_times) if name not in _NO_NAMES) or _MEN + _WOMEN,
         )
 
@@ -199,13 +201,13 @@ Draw = Callable[[random.Random, Vocabulary], dict[str, str]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """One relation. `told`: statements. A question is one of `asks` with one of `answers`, or one of `sentences`, which
+    """One relation. A question is one of `asks` with one of `answers`, or one of `sentences`, which
     say again what was told.
     """
 
     often: int
     draw: Draw
-    told: tuple[str, ...]
+    statements: tuple[str, ...]
     asks: tuple[str, ...]
     answers: tuple[str, ...]
     sentences: tuple[str, ...]
@@ -271,19 +273,19 @@ def _person(rng: random.Random, words: Vocabulary) -> dict[str, str]:
     return {"a": a, "b": b, **dict(zip(("he", "his", "him"), pronouns, strict=True)), "asker": asker}
 
 
-def _forms(prefix: str, forms: Sequence[str]) -> dict[str, str]:
-    return dict(zip((f"{prefix}_past", prefix, f"{prefix}_done"), forms, strict=True))
+def _inflected(prefix: str, verb: Sequence[str]) -> dict[str, str]:
+    return dict(zip((f"{prefix}_past", prefix, f"{prefix}_done"), verb, strict=True))
 
 
-def _place(rng: random.Random, words: Vocabulary) -> dict[str, str]:
-    place = rng.choice(_PLACES) if rng.random() < 0.6 else _noun(rng, words)
-    known = {"obj": _noun(rng, words), "place": place, "in": rng.choice(("in", "in", "into", "inside"))}
-    return {**known, **_forms("put", rng.choice(_PUT)), "value": _long_number(rng)}
+def _room(rng: random.Random, words: Vocabulary) -> dict[str, str]:
+    room = rng.choice(_ROOMS) if rng.random() < 0.6 else _noun(rng, words)
+    known = {"obj": _noun(rng, words), "place": room, "in": rng.choice(("in", "in", "into", "inside"))}
+    return {**known, **_inflected("put", rng.choice(_PUT)), "value": _long_number(rng)}
 
 
 def _count(rng: random.Random, words: Vocabulary) -> dict[str, str]:
     things = rng.choice(_COUNTABLE) if rng.random() < 0.4 else plural(_noun(rng, words))
-    return {"things": things, "obj": _noun(rng, words), **_forms("got", rng.choice(_GOT)), "value": _number(rng)}
+    return {"things": things, "obj": _noun(rng, words), **_inflected("got", rng.choice(_GOT)), "value": _number(rng)}
 
 
 def _numbered(rng: random.Random, words: Vocabulary) -> dict[str, str]:
@@ -325,8 +327,8 @@ def _measure(rng: random.Random, words: Vocabulary) -> dict[str, str]:
         ("the {obj} begins at {v}", "when does the {obj} begin", "the time of the {obj} is {v}"),
         ("{one} is to be found at number {v}", "at what number is {one}", "for {one} they asked at number {v}"),
     )  # fmt: skip
-    told, asked, again = (part.format(one=one, other=other, obj=obj, v=_STORED) for part in rng.choice(measures))
-    return {"measured": told, "measure": asked, "again": again, "value": _number(rng, 4)}
+    stated, asked, again = (part.format(one=one, other=other, obj=obj, v=_STORED) for part in rng.choice(measures))
+    return {"measured": stated, "measure": asked, "again": again, "value": _number(rng, 4)}
 
 
 def _address(rng: random.Random, words: Vocabulary) -> dict[str, str]:
@@ -340,7 +342,7 @@ def _called(rng: random.Random, words: Vocabulary) -> dict[str, str]:
 
 
 def _doer(rng: random.Random, words: Vocabulary) -> dict[str, str]:
-    return {"obj": _noun(rng, words), **_forms("d", rng.choice(_DID)), "value": _name(rng, words)}
+    return {"obj": _noun(rng, words), **_inflected("d", rng.choice(_DID)), "value": _name(rng, words)}
 
 
 def _town(rng: random.Random, words: Vocabulary) -> dict[str, str]:
@@ -353,427 +355,38 @@ def _trade(rng: random.Random, words: Vocabulary) -> dict[str, str]:
 
 def _hidden(rng: random.Random, words: Vocabulary) -> dict[str, str]:
     known = {"obj": _noun(rng, words), "under": rng.choice(_words("under behind beside near inside below above"))}
-    return {**known, **_forms("put", rng.choice(_PUT)), "value": _noun(rng, words)}
+    return {**known, **_inflected("put", rng.choice(_PUT)), "value": _noun(rng, words)}
 
 
 def _colour(rng: random.Random, words: Vocabulary) -> dict[str, str]:
     return {"obj": _noun(rng, words), "value": rng.choice(_COLOURS)}
 
 
-_IT = ("{value}", "It was {value}", "{value}, I think", "It must have been {value}", "That was {value}")
-
+_DRAWS: dict[str, Draw] = {
+    "place": _room,
+    "count": _count,
+    "numbered": _numbered,
+    "price": _amount,
+    "year": _year,
+    "measure": _measure,
+    "address": _address,
+    "called": _called,
+    "mine": _called,
+    "myself": _town,
+    "home": _town,
+    "town": _town,
+    "trade": _trade,
+    "doer": _doer,
+    "hidden": _hidden,
+    "colour": _colour,
+}
 FAMILIES = {
-    "place": Family(
-        4, _place,
-        _lines("""{a} {put_past} the {obj} {in} {place} {value}{tail}
-        the {obj} was {put_done} in {place} {value}{tail}
-        it was in {place} {value} that {a} {put_past} the {obj}{tail}
-        in {place} {value} {a} {put_past} the {obj}{tail}
-        {a} had the {obj} with {him} and {put_past} it {in} {place} {value}{tail}
-        the {obj} lay in {place} {value}, where {a} had {put_done} it
-        if anybody wants the {obj}, it is in {place} {value}{tail}
-        {place} {value} is where {a} {put_past} the {obj}{tail}
-        {a} told me: I {put_past} the {obj} in {place} {value}{tail}
-        {a} went up to {place} {value} and there {he} {put_past} the {obj}{tail}
-        nobody looked for the {obj} in {place} {value}, where {a} {put_past} it{tail}"""),
-        _lines("""Where did {b} {put} the {obj}?
-        In which {place} was the {obj}?
-        Which {place} had the {obj} in it?
-        Where was the {obj}?
-        What was the number of the {place} where {b} {put_past} the {obj}?
-        In what {place} did {b} {put} the {obj}?
-        Do you know where the {obj} is?"""),
-        _lines("""In {place} {value}
-        It was in {place} {value}
-        {b} {put_past} it in {place} {value}
-        It is in {place} {value}
-        {place} {value}
-        {value}
-        You will find it in {place} {value}"""),
-        _lines("""{b} wanted the {obj} again and went to {place} {value}
-        {b} looked for the {obj} in {place} {value}
-        the {obj} was still in {place} {value}
-        somebody asked for the {obj}, and {b} pointed to {place} {value}
-        to fetch the {obj} {b} went back to {place} {value}
-        they sent for the {obj}. It was brought from {place} {value}
-        {b} remembered the {obj}. It lay in {place} {value}
-        the number of the {place} with the {obj} was {value}
-        once more {b} stood before {place} {value}
-        the {place} in which {b} {put_past} the {obj} was number {value}"""),
-    ),
-    "count": Family(
-        4, _count,
-        _lines("""{a} {got_past} {value} {things}{tail}
-        there were {value} {things} in the {obj}{tail}
-        the {obj} held {value} {things}{tail}
-        {value} {things} were {got_done} by {a}{tail}
-        of {things} {a} had {value}{tail}
-        with {value} {things} {a} set out{tail}
-        {a}, who {got_past} {value} {things}, was content
-        {a} told me that {he} {got_past} {value} {things}{tail}
-        no fewer than {value} {things} stood before the {obj}{tail}
-        {a} wrote that {he} {got_past} {value} {things}{tail}
-        in the {obj} {a} {got_past} {value} {things}{tail}
-        it took {value} {things} to fill the {obj}{tail}"""),
-        _lines("""How many {things} did {b} {got}?
-        How many {things} were there?
-        How many {things} were there in all?
-        What number of {things} was it?
-        How many {things}?
-        How many {things} had been {got_done}?
-        And the {things}, how many?"""),
-        _lines("""{value}
-        There were {value}
-        There were {value} {things}
-        {b} {got_past} {value}
-        {b} {got_past} {value} {things}
-        It was {value}
-        {value} {things}
-        In all {value}
-        {value} of them"""),
-        _lines("""the number of {things} was {value}
-        {b} was asked about the {things}, and said that there were {value}
-        {b} spoke of the {things}, {value} in all
-        they counted the {things} again and found {value}
-        {b} thought of the {things}. There were {value} of them
-        of the {things} that {b} {got_past} there were {value}
-        everybody knew that {b} had {value} {things}
-        the {things} were still there, all {value}
-        as for the {things}, {b} {got_past} {value}"""),
-    ),
-    "numbered": Family(
-        4, _numbered,
-        _lines("""{thing} {value} {happened}{tail}
-        it was {thing} {value} that {happened}{tail}
-        {a} saw {thing} {value}, which {happened}
-        they say that {thing} {value} {happened}{tail}
-        the {thing} that {happened} bore the number {value}
-        among them was {thing} {value}, and it {happened}{tail}
-        {thing} number {value} {happened}{tail}
-        {a} knew that {thing} {value} {happened}{tail}
-        of all the {thing}s only {thing} {value} {happened}
-        No. {value}, a {thing}, {happened}{tail}"""),
-        _lines("""Which {thing} {happened}?
-        What {thing} was it that {happened}?
-        What was the number of the {thing} that {happened}?
-        Do you recall which {thing} {happened}?
-        Which of them {happened}?"""),
-        _lines("""{thing} {value}
-        It was {thing} {value}
-        {value}
-        It was number {value}
-        The {thing} was number {value}
-        That was {thing} {value}
-        {thing} {value} did
-        Number {value}"""),
-        _lines("""the {thing} that {happened} was number {value}
-        the {thing} which {happened} was {thing} {value}
-        the number of the {thing} that {happened} was {value}
-        the one that {happened} was {thing} {value}
-        {b} spoke of the {thing} that {happened}. Its number was {value}
-        they remembered the {thing} that {happened}, number {value}
-        upon the {thing} that {happened} stood the number {value}
-        for the {thing} that {happened} they wrote down {value}"""),
-    ),
-    "price": Family(
-        2, _amount,
-        _lines("""{a} paid {value} {unit} for the {obj}{tail}
-        the {obj} cost {a} {value} {unit}{tail}
-        {a} sold the {obj} for {value} {unit}{tail}
-        for the {obj} they asked {value} {unit}{tail}
-        {value} {unit} was what the {obj} cost{tail}
-        {a} owed {value} {unit} for the {obj}
-        with {value} {unit} {a} bought the {obj}{tail}"""),
-        _lines("""What did {b} pay for the {obj}?
-        How much was the {obj}?
-        What did the {obj} cost?
-        How much money was it for the {obj}?
-        How many {unit} was the {obj}?"""),
-        _lines("""{value} {unit}
-        It cost {value} {unit}
-        {value}
-        It was {value} {unit}
-        {b} gave {value} {unit} for it
-        It came to {value} {unit}"""),
-        _lines("""the {obj} cost {value} {unit}
-        the price of the {obj} was {value} {unit}
-        {b} counted out the money for the {obj}, {value} {unit}
-        {b} thought the {obj} dear at {value} {unit}
-        the {obj} was worth {value} {unit}"""),
-    ),
-    "year": Family(
-        2, _year,
-        _lines("""in {value} {a} {did}{tail}
-        {a} {did} in {value}{tail}
-        {a} was born in {value} and {did} as a child
-        it was in the year {value} that {a} {did}
-        the year was {value} when {a} {did}
-        when {a} {did}, in {value}, nobody was surprised"""),
-        _lines("""When did {b} {do}?
-        In which year did {b} {do}?
-        In what year was it that {b} {did}?
-        What was the year in which {b} {did}?"""),
-        _lines("""In {value}
-        It was in {value}
-        {value}
-        That was in {value}
-        {b} {did} in {value}
-        It was the year {value}"""),
-        _lines("""{b} {did} in the year {value}
-        the year in which {b} {did} was {value}
-        since {value}, when {b} {did}, much has changed
-        {b} spoke of {value}, the year in which {he} {did}
-        it was {value} when {b} {did}"""),
-    ),
-    "measure": Family(
-        3, _measure,
-        _lines("""{measured}{tail}
-        {a} told me that {measured}
-        as {a} wrote, {measured}{tail}"""),
-        _lines("""{measure}?
-        {measure}, do you know?
-        tell me, {measure}?"""),
-        _IT,
-        _lines("""{again}
-        {b} remembered that {again}
-        in truth {again}"""),
-    ),
-    "address": Family(
-        1, _address,
-        _lines("""{a} lives at {value} {street}{tail}
-        the house of {a} is number {value}, {street}
-        {a} has moved to {value} {street}{tail}
-        write to {a} at {value} {street}
-        {a} has taken rooms in {street}, at number {value}{tail}"""),
-        _lines("""Where does {b} live?
-        At what number does {b} live?
-        Which house in {street} is it?
-        Have you the address of {b}?"""),
-        _lines("""At {value} {street}
-        {value} {street}
-        {b} lives at {value} {street}
-        In {street}, at number {value}
-        Number {value}"""),
-        _lines("""{b}'s house in {street} was number {value}
-        to find {b} they went to number {value}
-        the number of {b}'s house was {value}
-        they stopped before {b}'s door, number {value}"""),
-    ),
-    "called": Family(
-        4, _called,
-        _lines("""{a} had a {relative} called {value}{tail}
-        the name of {a}'s {relative} was {value}
-        {a}'s {relative} was called {value}
-        {a}'s {relative}, {value}, came too{tail}
-        {value}, the {relative} of {a}, was there{tail}
-        {a} named {his} {relative} {value}
-        {a} came with {his} {relative} {value}{tail}
-        everybody liked {value}, {a}'s {relative}"""),
-        _lines("""What was {b}'s {relative} called?
-        What was the name of {b}'s {relative}?
-        Who was {b}'s {relative}?
-        How did {b} call {his} {relative}?
-        What name had {b}'s {relative}?
-        And {b}'s {relative}, who was that?"""),
-        _lines("""{value}
-        It was {value}
-        The name was {value}
-        {b}'s {relative} was called {value}
-        {b}'s {relative} was {value}
-        That was {value}"""),
-        _lines("""{b}'s {relative} was called {value}
-        {b} spoke of {his} {relative}, {value}
-        {b} called to {his} {relative}: "{value}!"
-        the {relative} of {b} bore the name of {value}
-        {b} thought of {his} {relative} {value}
-        for {b}'s {relative} there was only one name, {value}"""),
-    ),
-    "mine": Family(
-        5, _called,
-        _lines("""my {relative} is called {value}
-        my {relative}'s name is {value}
-        I have a {relative} called {value}
-        {value} is my {relative}
-        the name of my {relative} is {value}
-        I am here with my {relative} {value}
-        my {relative} {value} sends you greetings
-        we call my {relative} {value}"""),
-        _lines("""What is my {relative} called?
-        What is my {relative}'s name?
-        Who is my {relative}?
-        Do you know my {relative}'s name?
-        How is my {relative} called?
-        What was my {relative}'s name again?"""),
-        _lines("""{value}
-        Your {relative} is called {value}
-        Your {relative}'s name is {value}
-        It is {value}
-        The name of your {relative} is {value}
-        {value} is your {relative}"""),
-        _lines("""my {relative}, as I said, is called {value}
-        I told you of my {relative}, {value}
-        you know the name of my {relative}: {value}
-        my {relative}'s name was {value}"""),
-    ),
-    "myself": Family(
-        4, _town,
-        _lines("""my name is {value}
-        I am {value}
-        I am called {value}
-        they call me {value}
-        you may call me {value}
-        my name is {value}, and I am a {trade}"""),
-        _lines("""What is my name?
-        Who am I?
-        What am I called?
-        Do you know my name?
-        Do you remember what I am called?
-        What was my name again?
-        Tell me my name."""),
-        _lines("""{value}
-        Your name is {value}
-        You are {value}
-        You are called {value}
-        It is {value}
-        Your name, as you said, is {value}"""),
-        _lines("""my name, as I said, is {value}
-        I have told you my name. It is {value}
-        you have not forgotten my name, {value}
-        once more: I am {value}"""),
-    ),
-    "home": Family(
-        3, _town,
-        _lines("""I live in {value}
-        my home is in {value}
-        I come from {value}
-        I was born in {value}
-        I am a {trade} from {value}"""),
-        _lines("""Where do I live?
-        Where do I come from?
-        Where is my home?
-        Do you know where I live?
-        In which town do I live?
-        What town did I name?"""),
-        _lines("""{value}
-        You live in {value}
-        In {value}
-        You come from {value}
-        Your home is {value}
-        It is {value}"""),
-        _lines("""I come, as I said, from {value}
-        my home, you know, is {value}
-        I was thinking of {value}"""),
-    ),
-    "town": Family(
-        3, _town,
-        _lines("""{a} lives in {value}{tail}
-        {a} was a {trade} in {value}
-        {a} came from {value}{tail}
-        {a} went to {value}{tail}
-        {a} sailed for {value}{tail}
-        in {value} {a} had worked as a {trade}
-        {a}, a {trade} of {value}, was there{tail}
-        the home of {a} was {value}"""),
-        _lines("""Where did {b} come from?
-        Where does {b} live?
-        Where did {b} go?
-        Which town was it, with {b}?
-        What place was that of {b}'s?"""),
-        _lines("""{value}
-        It was {value}
-        {b} came from {value}
-        From {value}
-        {b} lives in {value}
-        In {value}"""),
-        _lines("""{b} had often spoken of {value}
-        {b} thought of {value}
-        the town that {b} knew best was {value}
-        one day {b} went back to {value}
-        {b} longed for {value}"""),
-    ),
-    "trade": Family(
-        1, _trade,
-        _lines("""{a} is a {value}{tail}
-        {a} worked as a {value} in {t}{tail}
-        {a}, the {value}, came from {t}
-        in {t} {a} had been a {value}"""),
-        _lines("""What was {b}'s trade?
-        How did {b} earn a living?
-        What sort of work did {b} do?"""),
-        _lines("""A {value}
-        {b} was a {value}
-        The trade of a {value}
-        As a {value}"""),
-        _lines("""{b} had always been a {value}
-        {b}, as a {value}, knew about such things
-        as a good {value} {b} was up early"""),
-    ),
-    "doer": Family(
-        3, _doer,
-        _lines("""{value} {d_past} the {obj}{tail}
-        the {obj} was {d_done} by {value}{tail}
-        it was {value} who {d_past} the {obj}{tail}
-        the man who {d_past} the {obj} was called {value}
-        nobody but {value} could have {d_done} the {obj}
-        {value}, not {a}, {d_past} the {obj}{tail}
-        we all saw how {value} {d_past} the {obj}"""),
-        _lines("""Who {d_past} the {obj}?
-        Who was it that {d_past} the {obj}?
-        By whom was the {obj} {d_done}?
-        Do you know who {d_past} the {obj}?
-        Which of them {d_past} the {obj}?"""),
-        _lines("""{value}
-        It was {value}
-        {value} {d_past} it
-        {value} did
-        The {obj} was {d_done} by {value}
-        It was {d_done} by {value}"""),
-        _lines("""the {obj} had been {d_done} by {value}
-        the one who {d_past} the {obj} was {value}
-        they blamed {value}
-        for the {obj} they had to thank {value}
-        the name of him who {d_past} the {obj} was {value}"""),
-    ),
-    "hidden": Family(
-        3, _hidden,
-        _lines("""{a} {put_past} the {obj} {under} the {value}{tail}
-        the {obj} was {put_done} {under} the {value}{tail}
-        {under} the {value} {a} {put_past} the {obj}{tail}
-        it was {under} the {value} that {a} {put_past} the {obj}{tail}
-        {a} told me that the {obj} was {under} the {value}{tail}
-        the {obj} is {under} the {value}, where {a} {put_past} it"""),
-        _lines("""Where did {b} {put} the {obj}?
-        Where was the {obj}?
-        Where is the {obj}?
-        Do you know where the {obj} was {put_done}?"""),
-        _lines("""{under} the {value}
-        It was {under} the {value}
-        {b} {put_past} it {under} the {value}
-        It is {under} the {value}"""),
-        _lines("""the {obj} was still {under} the {value}
-        {b} looked for the {obj} {under} the {value}
-        the {obj} was found {under} the {value}
-        to get the {obj} they searched {under} the {value}"""),
-    ),
-    "colour": Family(
-        1, _colour,
-        _lines("""the {obj} was {value}{tail}
-        {a} painted the {obj} {value}{tail}
-        {a} had a {value} {obj}{tail}
-        a {value} {obj} stood there{tail}"""),
-        _lines("""What colour was the {obj}?
-        Of what colour was the {obj}?
-        How did the {obj} look?"""),
-        _lines("""{value}
-        It was {value}
-        The {obj} was {value}
-        A {value} one"""),
-        _lines("""the {obj}, you remember, was {value}
-        {b} knew the {obj} at once, for it was {value}
-        they spoke of the {obj} again, which was {value}"""),
-    ),
-}  # fmt: skip
-_FAMILIES, _OFTEN = tuple(FAMILIES.values()), tuple(family.often for family in FAMILIES.values())
+    name: Family(
+        often=parts.pop("often"), draw=_DRAWS[name], **{kind: tuple(templates) for kind, templates in parts.items()}
+    )
+    for name, parts in tomllib.loads((Path(__file__).with_name("passing.toml")).read_text("utf-8")).items()
+}
+_OFTEN = tuple(family.often for family in FAMILIES.values())
 _FIRST_PERSON = frozenset(("mine", "myself", "home"))
 _MOST_QUESTIONS = 3
 _HEARD = ("I see.", "Thank you.", "I shall remember it.", "Very well.", "Good.", "Yes.", "I will keep that in mind.")
@@ -788,7 +401,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class Mention:
     """`is_inline`: all are sentences of a paragraph that begin with a space; else paragraphs of their own, with the line
     breaks after them.
     """
@@ -798,7 +411,7 @@ class Told:
     is_inline: bool
 
 
-def make_told(rng: random.Random, words: Vocabulary) -> Told:
+def make_mention(rng: random.Random, words: Vocabulary) -> Mention:
     """A statement, and one to three questions about it in the same setting."""
     name = rng.choices(tuple(FAMILIES), _OFTEN)[0]
     family = FAMILIES[name]
@@ -813,16 +426,16 @@ def make_told(rng: random.Random, words: Vocabulary) -> Told:
     if rng.random() < 0.12:  # it is asked for at once
         statement = f"{statement}{' ' if setting == 'inline' else chr(10) * 2}{questions[0]}"
     before, after = (" ", "") if setting == "inline" else ("", "\n\n")
-    told, *asked = (_located(f"{before}{text}{after}", value) for text in (statement, *dict.fromkeys(questions)))
-    statement_has = len(told.answers) - 1  # what it tells first is not asked for
-    return Told(
-        Asked(told.text, told.answers[-statement_has:] if statement_has else ()), tuple(asked), setting == "inline"
+    stated, *asked = (_located(f"{before}{text}{after}", value) for text in (statement, *dict.fromkeys(questions)))
+    statement_has = len(stated.answers) - 1  # what it tells first is not asked for
+    return Mention(
+        Asked(stated.text, stated.answers[-statement_has:] if statement_has else ()), tuple(asked), setting == "inline"
     )
 
 
 def _statement(rng: random.Random, family: Family, fields: dict[str, str]) -> str:
     text = rng.choice(_LEADS) + _filled(
-        rng.choice(family.told), {**fields, "tail": _filled(rng.choice(_TAILS), fields)}
+        rng.choice(family.statements), {**fields, "tail": _filled(rng.choice(_TAILS), fields)}
     )
     text = f"{_capital(text.rstrip(','))}."
     match rng.randrange(10):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import make_fact
-from nsm_lab.training.passing import Asked, Told, Vocabulary, make_told
+from nsm_lab.training.passing import Asked, Mention, Vocabulary, make_mention
 from nsm_lab.training.phrasings import things_in
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
@@ -100,20 +100,20 @@ class FactBank:
     ) -> FactBank:
         """`texts`: of the things in them facts are made."""
         read = tuple(texts)
-        told = tuple(_facts(random.Random(seed), num_facts, read, seed))
+        mentions = tuple(_facts(random.Random(seed), num_facts, read, seed))
         encoded = iter(
-            _encoded(tokenizer, [text for fact in told for text in (fact.statement, *fact.questions)], dtype, loss)
+            _encoded(tokenizer, [text for fact in mentions for text in (fact.statement, *fact.questions)], dtype, loss)
         )
         statements, questions = list[tuple[Ids, Weights]](), list[tuple[tuple[Ids, Weights], ...]]()
-        for fact in told:
+        for fact in mentions:
             statements.append(next(encoded))
             questions.append(tuple(next(encoded) for _ in fact.questions))
-        ends = [ids[-1] for (ids, _), fact in zip(statements, told, strict=True) if not fact.is_inline]
+        ends = [ids[-1] for (ids, _), fact in zip(statements, mentions, strict=True) if not fact.is_inline]
         spoken = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
         return cls(
             tuple(statements),
             tuple(questions),
-            tuple(fact.is_inline for fact in told),
+            tuple(fact.is_inline for fact in mentions),
             np.unique(ends).astype(dtype),
             _numbers(spoken, dtype, lambda text: text.rstrip("\"'").endswith((".", "!", "?"))),
             _numbers(spoken, dtype, lambda text: text[:1] == " " and (text[1:2].isupper() or text == ' "')),
@@ -125,16 +125,16 @@ def _numbers(spoken: Sequence[str], dtype: np.dtype[np.unsignedinteger], is_one:
     return np.array([number for number, text in enumerate(spoken) if is_one(text)], dtype)
 
 
-def _facts(rng: random.Random, count: int, texts: Sequence[str], seed: int) -> Iterator[Told]:
+def _facts(rng: random.Random, count: int, texts: Sequence[str], seed: int) -> Iterator[Mention]:
     """Some told in passing, the others by name."""
     things, words = things_in(texts, random.Random(seed)), Vocabulary.of(texts)
     for _ in range(count):
         if rng.random() < PASSING_SHARE:
-            yield make_told(rng, words)
+            yield make_mention(rng, words)
         else:
             fact = make_fact(rng, things)
             asked = tuple(Asked(question.text, question.answers) for question in fact.questions)
-            yield Told(Asked(fact.statement, ()), asked, is_inline=False)
+            yield Mention(Asked(fact.statement, ()), asked, is_inline=False)
 
 
 def _encoded(
@@ -230,7 +230,7 @@ def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Gene
         states = not asks and not goes_round and rng.random() < FACT_SHARE
         fact = questions[0][1] if asks else int(rng.integers(len(bank.statements)))
         if asks or states:
-            nearest = _next_place(nearest, sentences if bank.is_inline[fact] else ends)
+            nearest = _next_start(nearest, sentences if bank.is_inline[fact] else ends)
         if nearest >= len(document):
             written.append(document[at:], 1)
             return Written(written.ids, written.weights, written.turns)
@@ -266,11 +266,11 @@ def _mean_loop() -> float:
     return (1 + LOOP_TURNS) / 2 * (longest - shortest) / math.log(longest / shortest) * 0.8
 
 
-def _next_place(at: int, places: npt.NDArray[np.int64]) -> int:
+def _next_start(at: int, starts: npt.NDArray[np.int64]) -> int:
     """Where the next sentence or paragraph begins; `at` itself where that is far away."""
-    index = int(np.searchsorted(places, at))
-    is_near = index < len(places) and places[index] - at <= PARAGRAPH_TOKENS
-    return int(places[index]) if is_near else at
+    index = int(np.searchsorted(starts, at))
+    is_near = index < len(starts) and starts[index] - at <= PARAGRAPH_TOKENS
+    return int(starts[index]) if is_near else at
 
 
 def _sentence_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:

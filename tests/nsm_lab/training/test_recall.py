@@ -12,7 +12,7 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import KINDS, make_fact
-from nsm_lab.training.passing import Vocabulary, make_told
+from nsm_lab.training.passing import Vocabulary, make_mention
 from nsm_lab.training.phrasings import THINGS, things_in
 from nsm_lab.training.recall import (
     AFTER_WEIGHT,
@@ -89,8 +89,8 @@ def test_answers_of_questions_are_what_their_statement_says() -> None:
 
 def test_only_answers_of_a_question_and_their_ends_have_weight(tiny_tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
-    told = [make_told(rng, WORDS) for _ in range(100)]
-    texts = [question for fact in told for question in fact.questions]
+    made = [make_mention(rng, WORDS) for _ in range(100)]
+    texts = [question for fact in made for question in fact.questions]
     encoded = _encoded(tiny_tokenizer, texts, np.dtype("<u2"), RecallLoss(first_answer=9))
     for (ids, weights), question in zip(encoded, texts, strict=True):
         assert tiny_tokenizer.decode(ids.tolist()) == question.text
@@ -206,7 +206,7 @@ def test_shares_by_time_reach_the_last_share_where_the_run_ends() -> None:
     np.testing.assert_allclose(shares[document_order(0, 0, 10)][5:], 0.1)
 
 
-def test_a_sentence_told_in_passing_stands_between_two_sentences(tiny_tokenizer: Tokenizer) -> None:
+def test_a_sentence_in_passing_stands_between_two_sentences(tiny_tokenizer: Tokenizer) -> None:
     bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=NUM_FACTS)
     text = "The old ship came home. It lay in the harbour. Nobody spoke. " * 2000
     document = np.array([tiny_tokenizer.end_of_text_id, *tiny_tokenizer.encode(text)], np.uint16)

@@ -1,5 +1,5 @@
 """Numbers and names that a text tells once, in ordinary sentences, and what a model answers to ordinary questions:
-`python -m benchmarks.quality.told_things`.
+`python -m benchmarks.quality.plain_questions`.
 
 Twelve ways to tell and ask, none of them in the sentences of training, four texts of each with 600 tokens of books of
 data/books-sample between telling and asking. An answer is right if it begins with what was told, and right to the end
