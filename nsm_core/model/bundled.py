@@ -12,7 +12,12 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = CHECKPOINTS / "pulse-books-keyed"  # the default model
 
 # Weights of the default model that were replaced: the beginning of their fingerprint, and a commit whose tree has them
-REPLACED = {"deabff18c759": "35bdc8ae", "26f0cc71f55f": "754a3ddf", "898991b72f6c": "1033a515"}
+REPLACED = {
+    "b7747ae40f2d": "2741fafe",
+    "deabff18c759": "35bdc8ae",
+    "26f0cc71f55f": "754a3ddf",
+    "898991b72f6c": "1033a515",
+}
 
 
 def find_checkpoint(model: Path | None) -> Path:

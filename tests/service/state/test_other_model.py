@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from nsm_core.model.bundled import BUNDLED, CHECKPOINTS, REPLACED
@@ -30,5 +31,5 @@ def test_any_other_model_is_known_by_its_fingerprint() -> None:
 
 
 def test_the_page_names_the_replaced_weights_too() -> None:
-    page = OPERATIONS.read_text("utf-8")
-    assert all(f"`{commit}`" in page and f"`{start}`" in page for start, commit in REPLACED.items())
+    named = re.findall(r"`(\w{8})` has\s+`(\w{12})`", OPERATIONS.read_text("utf-8"))
+    assert {start: commit for commit, start in named} == REPLACED
