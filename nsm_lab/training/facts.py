@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from nsm_lab.training.phrasings import ASKING, TELLING, THINGS
 
 
-def _words(text: str) -> tuple[str, ...]:
+def word_list(text: str) -> tuple[str, ...]:
+    """The words between spaces."""
     return tuple(text.split())
 
 
-_FIRST = _words(
+_FIRST = word_list(
     "Alice Arthur Beatrice Bernard Caroline Cecil Dorothy Daniel Edith Edmund Florence Frederick Grace George Harriet "
     "Henry Isabel Jasper Kate Laurence Lucy Martin Nora Oliver Phoebe Philip Rachel Roger Sophia Stephen Ursula Walter"
 )
-_LAST = _words(
+_LAST = word_list(
     "Ashby Barlow Carver Dalton Ellery Fenwick Garland Hartley Ingram Jessop Kendal Lockwood Marlow Norbury Oakes "
     "Penrose Quayle Radley Selwyn Thorne Upton Vane Wexford Yardley"
 )
@@ -36,15 +37,17 @@ _THINGS = {
     "picture": ("name", "price", "date"),
     "trunk": ("number", "colour", "price"),
 }
-_COLOURS = _words("black white red green blue grey brown yellow scarlet violet silver golden crimson amber")
-_NAMES = _words(
+_COLOURS = word_list("black white red green blue grey brown yellow scarlet violet silver golden crimson amber")
+_NAMES = word_list(
     "Halcyon Sparrow Bramble Minerva Juniper Falcon Rosalind Tempest Hazel Orion Saffron Griffin Clover Mermaid Sultan "
     "Thistle Comet Pilgrim Hector Willow Duchess Rover Ivory Lantern Nimrod Pepper Raven Sable Topaz Vesper"
 )
-_MONTHS = _words("January February March April May June July August September October November December")
-_TOWNS = _words("Norwich Lisbon Dover Bombay Chester Genoa Bristol Leith Calais Quebec Cadiz Dublin Boston Lyons")
-_TRADES = _words("baker lawyer sailor painter tailor doctor printer miller soldier teacher banker gardener smith clerk")
-_GOODS = _words(
+_MONTHS = word_list("January February March April May June July August September October November December")
+_TOWNS = word_list("Norwich Lisbon Dover Bombay Chester Genoa Bristol Leith Calais Quebec Cadiz Dublin Boston Lyons")
+_TRADES = word_list(
+    "baker lawyer sailor painter tailor doctor printer miller soldier teacher banker gardener smith clerk"
+)
+_GOODS = word_list(
     "apples candles rope nails salt ribbons pepper honey oranges lamps coal wool paper needles cheese wine tea boots "
     "spoons glass soap bread string tobacco hats eggs ink butter gloves matches"
 )
@@ -148,8 +151,8 @@ _MOST_QUESTIONS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Question:
-    """A paragraph that can be completed by who remembers its fact; `answers` [from, to): characters to remember."""
+class Asked:
+    """A text that can be completed by who remembers what was told; `answers` [from, to): characters to remember."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -160,7 +163,7 @@ class Fact:
     """A paragraph that states something, and those that ask for it later."""
 
     statement: str
-    questions: tuple[Question, ...]
+    questions: tuple[Asked, ...]
 
 
 def make_fact(rng: random.Random, things: Sequence[str] = THINGS) -> Fact:
@@ -174,7 +177,7 @@ def make_fact(rng: random.Random, things: Sequence[str] = THINGS) -> Fact:
     )
 
 
-def _question(template: str, words: dict[str, str]) -> Question:
+def _question(template: str, words: dict[str, str]) -> Asked:
     text, answers = "", []
     for before, field, _, _ in string.Formatter().parse(template):
         text += before
@@ -182,7 +185,7 @@ def _question(template: str, words: dict[str, str]) -> Question:
             if field in _ASKED:
                 answers.append((len(text), len(text) + len(words[field])))
             text += words[field]
-    return Question(f"{text}\n\n", tuple(answers))
+    return Asked(f"{text}\n\n", tuple(answers))
 
 
 def _words_of(rng: random.Random, kind: str, things: Sequence[str]) -> dict[str, str]:

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from nsm_lab.training.facts import Asked, word_list
+
 NOT_TAUGHT = ("pass", "key", "locker", "parcel", "barrel", "convoy", "admiral", "ticket", "motor", "oil")
 _STORED = "\x00"  # stands for the value until its place is known
 MOST_NOUNS, MOST_NAMES, FEWEST_TIMES = 5000, 4000, 12
@@ -27,43 +29,39 @@ _NOUN = re.compile(r"\bthe ([a-z]{3,11})\b")
 _NAME = re.compile(r"[a-z,;] ([A-Z][a-z]{2,10})\b")
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 def _lines(text: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in text.strip().splitlines())
 
 
 _NO_NAMES = frozenset(
-    _words(
+    word_list(
         "The This That And But Mr Mrs Miss Sir God Lord Lady English French German American January February "
         "March April May June July August September October November December Sunday Monday Tuesday Wednesday "
         "Thursday Friday Saturday Dr Captain Christmas Christian What How Why Who When Where Yes You They "
         "There"
     )
 )
-_MEN = _words(
+_MEN = word_list(
     "Arthur Bernard Cecil Daniel Edmund Frederick George Henry Jasper Laurence Martin Oliver Philip Roger Tom"
 )
-_WOMEN = _words(
+_WOMEN = word_list(
     "Alice Beatrice Caroline Dorothy Edith Florence Grace Harriet Isabel Kate Lucy Nora Phoebe Rachel Ursula"
 )
-_ROLES_M = _words("captain cook porter doctor clerk priest gardener soldier butler uncle farmer merchant boy miller")
-_ROLES_F = _words("widow nurse governess aunt maid girl duchess landlady actress seamstress")
-_ONSETS = _words("B Br C Cr D Dr F Fl G Gr H J K L M N P Pr R S St T Th Tr V W")
-_VOWELS = _words("a e i o u ai ea oo")
-_MIDDLES = _words("d l ll m n nd r rn rt s ss st t v w ck g b")
-_ENDINGS = _words("a by den el er ford ham ia ine is ley mund na on or ow ric ster ton us well wick")
-_ROOMS = _words(
+_ROLES_M = word_list("captain cook porter doctor clerk priest gardener soldier butler uncle farmer merchant boy miller")
+_ROLES_F = word_list("widow nurse governess aunt maid girl duchess landlady actress seamstress")
+_ONSETS = word_list("B Br C Cr D Dr F Fl G Gr H J K L M N P Pr R S St T Th Tr V W")
+_VOWELS = word_list("a e i o u ai ea oo")
+_MIDDLES = word_list("d l ll m n nd r rn rt s ss st t v w ck g b")
+_ENDINGS = word_list("a by den el er ford ham ia ine is ley mund na on or ow ric ster ton us well wick")
+_ROOMS = word_list(
     "room cabin cell drawer shelf box berth ward stall platform vault pew bin cupboard chest house hut tent office "
     "carriage bed cellar corridor gate pier bench desk row floor chapter page bay hall stable"
 )
-_NUMBERED = _words(
+_NUMBERED = word_list(
     "engine coach company tram cab boat horse mill pump wagon battery hut ship tower gun raft balloon bus prisoner "
     "platoon station number house sledge runner dog cage machine van bell"
 )
-_COUNTABLE = _words(
+_COUNTABLE = word_list(
     "sheep nails apples horses candles letters eggs coins books chairs soldiers lamps bottles geese trees boys ropes "
     "sacks guns plates boats bricks hens pounds pictures rifles windows spoons blankets tents onions fish bees roses"
 )
@@ -103,14 +101,14 @@ _ENDS = (
 # past, base, participle, of what may be done with a thing
 _PUT = tuple(
     tuple(verb.split("/"))
-    for verb in _words(
+    for verb in word_list(
         "put/put/put hid/hide/hidden left/leave/left laid/lay/laid kept/keep/kept stored/store/stored dropped/drop/dropped "
         "placed/place/placed forgot/forget/forgotten found/find/found saw/see/seen locked/lock/locked lost/lose/lost"
     )
 )
 _GOT = tuple(
     tuple(verb.split("/"))
-    for verb in _words(
+    for verb in word_list(
         "bought/buy/bought sold/sell/sold counted/count/counted brought/bring/brought sent/send/sent ordered/order/ordered "
         "took/take/taken found/find/found kept/keep/kept saw/see/seen lost/lose/lost stole/steal/stolen made/make/made "
         "carried/carry/carried owned/own/owned gathered/gather/gathered burned/burn/burned painted/paint/painted"
@@ -118,7 +116,7 @@ _GOT = tuple(
 )
 _DID = tuple(
     tuple(verb.split("/"))
-    for verb in _words(
+    for verb in word_list(
         "found/find/found stole/steal/stolen bought/buy/bought broke/break/broken mended/mend/mended took/take/taken "
         "sold/sell/sold painted/paint/painted burned/burn/burned hid/hide/hidden built/build/built lost/lose/lost "
         "cleaned/clean/cleaned opened/open/opened discovered/discover/discovered cut/cut/cut"
@@ -150,21 +148,21 @@ _HAPPENED = _lines(
 )
 _RELATIVES = tuple(
     tuple(pair.split("/"))
-    for pair in _words(
+    for pair in word_list(
         "brother/he sister/she father/he mother/she uncle/he aunt/she son/he daughter/she cousin/he friend/he wife/she "
         "husband/he dog/he cat/she horse/he parrot/he teacher/she neighbour/he cook/she servant/he master/he pony/he "
         "partner/he niece/she nephew/he grandfather/he grandmother/she doctor/he boat/she"
     )
 )
-_COLOURS = _words(
+_COLOURS = word_list(
     "black white red green blue grey brown yellow scarlet violet silver golden crimson pink purple orange"
 )
-_TRADES = _words(
+_TRADES = word_list(
     "baker lawyer sailor painter tailor doctor printer miller soldier teacher banker gardener smith clerk carpenter "
     "barber chemist fisherman shepherd musician surgeon weaver mason butcher pilot judge poet nurse"
 )
-_UNITS = _words("pounds shillings guineas dollars francs crowns florins roubles")
-_STREETS = _words("Street Road Lane Square Avenue Terrace Row Gardens")
+_UNITS = word_list("pounds shillings guineas dollars francs crowns florins roubles")
+_STREETS = word_list("Street Road Lane Square Avenue Terrace Row Gardens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,17 +300,12 @@ def _amount(rng: random.Random, words: Vocabulary) -> dict[str, str]:
 
 def _year(rng: random.Random, words: Vocabulary) -> dict[str, str]:
     past, base, _ = rng.choice(_DID)
-    deed = rng.choice(
-        (("went to {t}", "go to {t}"), ("left {t}", "leave {t}"), ("came to {t}", "come to {t}"), ("", ""), ("", ""))
-    )
+    with_object = f"{past} the {{o}}", f"{base} the {{o}}"
+    journeys = ("went to {t}", "go to {t}"), ("left {t}", "leave {t}"), ("came to {t}", "come to {t}")
+    deed = rng.choice((*journeys, with_object, with_object))
     town, obj = _name(rng, words), _noun(rng, words)
-    if not deed[0]:
-        deed = f"{past} the {obj}", f"{base} the {obj}"
-    return {
-        "did": deed[0].format(t=town),
-        "do": deed[1].format(t=town),
-        "value": str(rng.randrange(1500, 2050)),
-    }
+    did, do = (part.format(t=town, o=obj) for part in deed)
+    return {"did": did, "do": do, "value": str(rng.randrange(1500, 2050))}
 
 
 def _measure(rng: random.Random, words: Vocabulary) -> dict[str, str]:
@@ -354,7 +347,7 @@ def _trade(rng: random.Random, words: Vocabulary) -> dict[str, str]:
 
 
 def _hidden(rng: random.Random, words: Vocabulary) -> dict[str, str]:
-    known = {"obj": _noun(rng, words), "under": rng.choice(_words("under behind beside near inside below above"))}
+    known = {"obj": _noun(rng, words), "under": rng.choice(word_list("under behind beside near inside below above"))}
     return {**known, **_inflected("put", rng.choice(_PUT)), "value": _noun(rng, words)}
 
 
@@ -390,14 +383,6 @@ _OFTEN = tuple(family.often for family in FAMILIES.values())
 _FIRST_PERSON = frozenset(("mine", "myself", "home"))
 _MOST_QUESTIONS = 3
 _HEARD = ("I see.", "Thank you.", "I shall remember it.", "Very well.", "Good.", "Yes.", "I will keep that in mind.")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
-    """A text and where in it what was told stands, [from, to) in characters."""
-
-    text: str
-    answers: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data import TokenizedSplit, document_order
-from nsm_lab.training.facts import make_fact
-from nsm_lab.training.passing import Asked, Mention, Vocabulary, make_mention
+from nsm_lab.training.facts import Asked, make_fact
+from nsm_lab.training.passing import Mention, Vocabulary, make_mention
 from nsm_lab.training.phrasings import things_in
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
@@ -133,8 +133,7 @@ def _facts(rng: random.Random, count: int, texts: Sequence[str], seed: int) -> I
             yield make_mention(rng, words)
         else:
             fact = make_fact(rng, things)
-            asked = tuple(Asked(question.text, question.answers) for question in fact.questions)
-            yield Mention(Asked(fact.statement, ()), asked, is_inline=False)
+            yield Mention(Asked(fact.statement, ()), fact.questions, is_inline=False)
 
 
 def _encoded(
