@@ -95,7 +95,7 @@ class BatchRun(WorkRun[Batch]):
         if not changed:
             return list(lines)
         refused = [line for line in lines if line.model in changed]
-        models = [(await asyncio.to_thread(shown_model, of[changed[0]])) for of in (began, now)]
+        models = [await asyncio.to_thread(shown_model, of[changed[0]]) for of in (began, now)]
         message = f"the batch began with model {models[0]}, {models[1]} runs now: {len(refused)} requests are not run"
         logger.warning("batch %s: %s", self.work.id, message)
         await self._change(lambda batch: batch.changed(errors=batch_error(MODEL_CHANGED, message).to_object()))

@@ -70,7 +70,7 @@ def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaO
         model.device,
         num_rows,
         make=lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
-        launch=lambda executor: executor.launch_all(),
+        launch=Rwkv7CudaExecutor.launch_all,
         failed_check=lambda executor: failed_check(executor, model),
     )
 

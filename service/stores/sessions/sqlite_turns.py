@@ -40,16 +40,8 @@ from service.stores.sqlite.database import Database
 _RUNNING = (
     "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order"
 )
-_RUNNING_TYPES: tuple[Any, ...] = (
-    str,
-    (str, type(None)),
-    str,
-    int,
-    bytes,
-    int,
-    int,
-    int,
-)  # after a disk that lied they may be others
+# After a disk that lied they may be others
+_RUNNING_TYPES: tuple[Any, ...] = (str, (str, type(None)), str, int, bytes, int, int, int)
 _ENDED = "turn_id, identity, digest, base_version, status, result"
 _CURRENT = "expires_at > ?"  # at a time
 
@@ -103,7 +95,8 @@ class SqliteTurns:
                 head = held_head(connection, lease, now)
                 running = _get_running(connection, head.key)
                 if running is not None and running.turn_id == ended.turn_id:
-                    _end(connection, head, running, status, ended.result, now + ended.ttl_s)
+                    _end_record(connection, head, running, status, ended.result, now + ended.ttl_s)
+                    _stop(connection, head.key)
 
         await self._database.write_short(work, is_synced=True)
 
@@ -113,8 +106,8 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 running = _get_running(connection, head.key)
                 if running is not None and running.turn_id == turn_id:
-                    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
-                    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", head.key)
+                    _drop_chunks(connection, running)
+                    _stop(connection, head.key)
                 else:
                     row_ids = row_ids_of(connection, head.key)
                     connection.execute(f"DELETE FROM turns WHERE {OWN} AND turn_id = ?", (*row_ids, turn_id))
@@ -162,7 +155,8 @@ class SqliteTurns:
                 if left_s:
                     connection.execute(f"UPDATE sessions SET is_cancel_wanted = 1 WHERE {ONE}", key)
                 else:
-                    _end(connection, head, running, "cancelled", None, now + ABANDONED_S)
+                    _end_record(connection, head, running, "cancelled", None, now + ABANDONED_S)
+                    _stop(connection, head.key)
                     free_whoever(connection, head)
                 return _find(connection, head.key, running.turn_id, now, 0, left_s)
 
@@ -285,19 +279,6 @@ def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, ind
     return bool(running.is_cancel_wanted)
 
 
-def _end(
-    connection: sqlite3.Connection,
-    head: SessionHead,
-    running: _Running,
-    status: TurnStatus,
-    result: bytes | None,
-    expires_at: float,
-) -> None:
-    """Nothing runs in the session any more."""
-    _end_record(connection, head, running, status, result, expires_at)
-    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", head.key)
-
-
 def _end_record(
     connection: sqlite3.Connection,
     head: SessionHead,
@@ -316,10 +297,19 @@ def _end_record(
             *(running.base_version, status, result, expires_at),
         ),
     )
-    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
+    _drop_chunks(connection, running)
     # Rarely: while the session is used, the first of its records that expires is the oldest one
     due = f"UPDATE sessions SET records_due_at = ? WHERE {ONE} AND (records_due_at IS NULL OR records_due_at > ?)"
     connection.execute(due, (expires_at, *head.key, expires_at))
+
+
+def _drop_chunks(connection: sqlite3.Connection, running: _Running) -> None:
+    connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
+
+
+def _stop(connection: sqlite3.Connection, key: SessionKey) -> None:
+    """Nothing runs in the session any more."""
+    connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", key)
 
 
 def _get_running(connection: sqlite3.Connection, key: SessionKey) -> _Running | None:

@@ -141,6 +141,13 @@ async def written(store: SqliteSessionStore, process: Process, num_tokens: int) 
         await asyncio.sleep(0.005)
 
 
+async def abandon(store: SqliteSessionStore, process: Process, *prompt: int, after: int, **how: Any) -> None:
+    """A turn of `process`, which is lost `after` so many written tokens."""
+    await process.open(*prompt, **how)
+    await written(store, process, after)
+    await process.lose()
+
+
 async def collect(source: TurnSource) -> tuple[list[TokenEvent], TurnOutcome]:
     events = [event async for event in source.events()]
     end = events[-1]
@@ -165,9 +172,7 @@ async def test_R14_a_turn_of_a_lost_process_goes_on_for_whoever_reads_on(
     store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
-    await one.open(5, 6)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, 6, after=3)
     tokens, end = await collect(await two.follow())
     assert (tokens, text_of(tokens, end)) == ((await unbroken(5, 6))[0], text_of(*await unbroken(5, 6)))
     assert two.backend.requests[0].sampled_ids == two.backend.script_ids[:3]
@@ -201,9 +206,7 @@ async def test_a_retry_that_takes_a_turn_over_has_its_own_deadline(
     """The turn's processes may have been lost again and again: its first deadline is none of this client's."""
     one, two = processes
     first, own = time.monotonic() + 1.0, time.monotonic() + 500.0
-    await one.open(5, deadline=first, **RETRY)
-    await written(store, one, 1)
-    await one.lose()
+    await abandon(store, one, 5, after=1, deadline=first, **RETRY)
     tokens, end = await collect(await two.open(5, request_id="r2", deadline=own, **RETRY))
     assert two.backend.requests[0].deadline == own
     assert (len(tokens), end.error) == (8, None)
@@ -240,9 +243,7 @@ async def test_D9_a_retry_takes_over_what_its_first_try_began(
     store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
-    await one.open(5, **RETRY)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3, **RETRY)
     source = await two.open(5, **RETRY, request_id="r2")
     assert (source.turn_id, source.is_replay) == ("r1", True)
     assert (await collect(source))[1].head.version == 1
@@ -313,9 +314,7 @@ async def test_a_turn_that_nobody_comes_back_for_is_overwritten_by_the_next(
     store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
-    await one.open(5)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3)
     end = (await collect(await two.open(7, request_id="r2")))[1]
     assert (end.head.version, two.backend.requests[0].prompt_ids) == (1, (0, 7))
     with pytest.raises(TurnCancelled, match="lost with the server"):
@@ -327,9 +326,7 @@ async def test_a_turn_goes_on_from_its_sessions_state(
 ) -> None:
     one, two = processes
     await collect(await two.open(5, request_id="r0", seed=9))
-    await one.open(6)
-    await written(store, one, 2)
-    await one.lose()
+    await abandon(store, one, 6, after=2)
     end = (await collect(await two.follow()))[1]
     assert (end.head.version, two.backend.requests[-1].sampling.seed) == (2, 9)
     log = await store.read_log(KEY)
@@ -340,9 +337,7 @@ async def test_a_turn_goes_on_from_its_sessions_state(
 
 async def test_another_models_turn_is_left_for_a_process_that_can(store: SqliteSessionStore) -> None:
     one, other, right = Process(store, hold=True), Process(store, fingerprint="newer"), Process(store)
-    await one.open(5)
-    await written(store, one, 2)
-    await one.lose()
+    await abandon(store, one, 5, after=2)
     with pytest.raises(StateMismatch, match="begun by model"):
         await collect(await other.follow())
     assert (await collect(await right.follow()))[1].head.version == 1
@@ -356,9 +351,7 @@ async def test_R3_an_abandoned_turn_outlives_a_request_that_is_refused(
     store: SqliteSessionStore, processes: tuple[Process, Process], how: dict[str, Any], refusal: NsmError
 ) -> None:
     one, two = processes
-    await one.open(5, **RETRY)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3, **RETRY)
     two.backend.refusal = refusal
     with pytest.raises(type(refusal)):
         await two.open(6, request_id="r2", **how)
@@ -376,9 +369,7 @@ async def test_R3_an_abandoned_turn_outlives_a_turn_that_its_engine_fails_before
     store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
-    await one.open(5, **RETRY)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3, **RETRY)
     two.backend.fail_after = 0
     assert (await collect(await two.open(6, request_id="r2")))[1].error is not None
     two.backend.fail_after = None
@@ -392,9 +383,7 @@ async def test_an_abandoned_turn_ends_when_another_one_is_answered(
     store: SqliteSessionStore, processes: tuple[Process, Process], how: dict[str, Any]
 ) -> None:
     one, two = processes
-    await one.open(5, **RETRY)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3, **RETRY)
     two.backend.hold_on()
     opened = await two.open(6, request_id="r2", **how)
     assert (await store.get_turn(KEY, turn_id="r2") is not None) is bool(how)  # whoever knows its id may read on
@@ -407,9 +396,7 @@ async def test_an_abandoned_turn_ends_when_another_one_is_answered(
 
 async def test_an_abandoned_turn_ends_when_another_one_is_handed_over(store: SqliteSessionStore) -> None:
     one, two, three = Process(store, hold=True), Process(store, hold=True), Process(store)
-    await one.open(5, **RETRY)
-    await written(store, one, 3)
-    await one.lose()
+    await abandon(store, one, 5, after=3, **RETRY)
     await two.open(6, request_id="r2", identity="key:other", digest="d")
     await two.stop()
     assert [(await record_of(store, name)).status for name in ("r1", "r2")] == ["failed", "running"]
@@ -438,9 +425,7 @@ async def test_a_cancelled_turn_of_a_lost_process_is_not_taken_over(
     store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
-    await one.open(5)
-    await written(store, one, 2)
-    await one.lose()
+    await abandon(store, one, 5, after=2)
     assert await two.turns.cancel(KEY)
     with pytest.raises(TurnCancelled, match="was cancelled"):
         await collect(await two.follow())

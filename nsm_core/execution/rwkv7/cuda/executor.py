@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,24 +73,24 @@ class Rwkv7CudaExecutor:
     def record_all(self) -> None:
         """Records every size now, not at its first use."""
         if self.options.graphs:
-            for size in self._step_sizes:
-                self._record(size, size)
-            for size in READ_SIZES:
-                self._record(size, MOST_PIECES)
+            for size, num_pieces in self._passes():
+                self._record(size, num_pieces)
 
     @torch.inference_mode()
     def launch_all(self) -> None:
         """Every kernel of steps, texts and sampling; no row is touched."""
-        for size, num_pieces in (
-            *((size, size) for size in self._step_sizes),
-            *((size, MOST_PIECES) for size in READ_SIZES),
-        ):
+        for size, num_pieces in self._passes():
             to = self._pass.given(size, num_pieces).fill_(NO_ROW)
             with torch.cuda.device_of(to):  # type: ignore[no-untyped-call]
                 self._pass.run(size, num_pieces)
         for size in {1, self._step_sizes[-1]}:
             self.logits(self._pass.hidden(size))
         launch_samplers(self._num_ids, self._device)
+
+    def _passes(self) -> Iterator[tuple[int, int]]:
+        """Tokens and pieces of every pass: of steps, then of texts."""
+        yield from ((size, size) for size in self._step_sizes)
+        yield from ((size, MOST_PIECES) for size in READ_SIZES)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
