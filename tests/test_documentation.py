@@ -11,6 +11,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from deploy.docs.style.budgets import over_budget, read_budgets
 from deploy.docs.style.measure import MAX_MEAN, MAX_P90, style_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +117,23 @@ def test_page_for_users_names_no_source_file(page: Path) -> None:
 
 def test_readme_fits_on_two_screens() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").split()) <= 500
+
+
+def test_page_keeps_its_budget_of_words() -> None:
+    """`python -m deploy.docs.style` shows the words of each page."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert over_budget(pages) == []
+    assert sorted(read_budgets()) == [page.name for page in pages]
+
+
+def test_page_over_or_without_budget_is_reported(tmp_path: Path) -> None:
+    index, other = tmp_path / "index.md", tmp_path / "other.md"
+    index.write_text("word " * (read_budgets()["index.md"] + 1))
+    other.write_text("one")
+    assert over_budget([index]) == [
+        f"index.md: {read_budgets()['index.md'] + 1} words, budget {read_budgets()['index.md']}"
+    ]
+    assert over_budget([other]) == ["other.md: no budget in budgets.toml"]
 
 
 def test_style_counts_words_of_sentences_outside_of_code_headings_and_tables() -> None:

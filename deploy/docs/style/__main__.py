@@ -1,4 +1,7 @@
-"""Prints words, sentences and long lines of each page: `python -m deploy.docs.style [PAGE …]`; all pages by default."""
+"""Prints words, sentences and long lines of each page: `python -m deploy.docs.style [PAGE …]`; all pages by default.
+
+A page of docs/ has a budget of words in budgets.toml. The exit code is 1 if a page is over it, or has none.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.docs.style.budgets import over_budget
 from deploy.docs.style.measure import MAX_LINE, Style, percentile, style_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     for page, text in zip(pages, texts, strict=True):
         print(_row(page.name, len(text.split()), style_of(text)))
     print(_row("all", sum(len(text.split()) for text in texts), style_of("\n\n".join(texts))))
-    return 0
+    faults = over_budget([page for page in pages if page.parent.name == "docs"])
+    for fault in faults:
+        print(fault)
+    return int(bool(faults))
 
 
 def _row(name: str, words: int, style: Style) -> str:
