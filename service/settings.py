@@ -101,16 +101,14 @@ class Settings(BaseSettings):
     )
     models: Annotated[str | None, Shown(default="none", page="[several models](models.md#several-models)")] = Field(
         default=None,
-        description="Further models, with commas, each as PATH or NAME=PATH, loaded when a request names them. As an "
-        "option, --model may be repeated instead.",
+        description="Further models, with commas, each as PATH or NAME=PATH. As an option, repeat --model instead.",
     )
     models_memory_mb: Annotated[
         int | None, Shown(default="no limit", page="[several models](models.md#several-models)")
     ] = Field(
         default=None,
         ge=1,
-        description="MiB that further models may take together, files and states. The least recently used one that "
-        "nobody uses makes room.",
+        description="MiB that further models may take together, files and states.",
     )
     chat_template: Annotated[
         str | None, Shown(default="the model's own", page="[chat templates](models.md#chat-template)")
@@ -122,8 +120,7 @@ class Settings(BaseSettings):
     )
     triton_tls_dir: Annotated[Path | None, Shown(default="no TLS", page="[TLS](triton.md#tls)")] = Field(
         default=None,
-        description="Directory with ca.crt, which signed the Triton servers' certificates, and, for servers that ask "
-        "for one, this side's tls.crt and tls.key.",
+        description="Directory with ca.crt of the Triton servers, and this side's tls.crt and tls.key.",
     )
     served_model_name: Annotated[str | None, Shown(default="the model's own")] = Field(
         default=None, min_length=1, description="Model name that clients use."
@@ -135,14 +132,12 @@ class Settings(BaseSettings):
         Path | None, Shown(default="no signatures", page="[states](states.md#states-that-travel)")
     ] = Field(
         default=None,
-        description="File with a secret of at least 32 bytes. Returned states and exported files are signed with it, "
-        "and only signed ones are taken.",
+        description="File with a secret of at least 32 bytes, which signs returned states and exported files.",
     )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
     allowed_hosts: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
         default=None,
-        description="Without API keys: host names, with commas, by which clients may call the server; * for any. "
-        "Addresses, localhost and the name in NSM_HOST are always served.",
+        description="Without API keys: host names, with commas, by which clients may call the server; * for any.",
     )
     cors_origins: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
         default=None, description="Origins, with commas, whose web pages may use the server; * for any."
@@ -178,8 +173,7 @@ class Settings(BaseSettings):
     ] = Field(
         default=None,
         ge=1,
-        description="Maximum tokens in one step, at least max_slots. A long step delays every stream: a prompt of 24K "
-        "tokens in one step paused another stream for 6.6 s, in steps of 256 tokens for 0.14 s.",
+        description="Maximum tokens in one step, at least max_slots. A long step delays every stream.",
     )
     queue_limit: Annotated[int, Shown(is_engine=True)] = Field(default=256, ge=0, description="Requests that may wait.")
     speculation: Annotated[
@@ -239,8 +233,7 @@ class Settings(BaseSettings):
         default=128,
         ge=0,
         le=2**20,
-        description="MiB of the prefix cache, from which stateless requests start; without Redis this is memory of "
-        "the process. 0: no cache.",
+        description="MiB of the prefix cache, from which stateless requests start. 0: no cache.",
     )
 
     fine_tuning_jobs: Annotated[

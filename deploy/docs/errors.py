@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ PAGE = ROOT / "docs" / "errors.md"
 RETRIED = {408, 409, 429}  # by stock clients, beside 5xx, unless the answer says otherwise
 HEAD = """# Errors
 
-Every refusal has this shape, with the status of the table below:
+Every refusal has this shape:
 
 ```console
 $ curl -s localhost:8000/v1/completions -H 'content-type: application/json' -d '{{"prompt": "Hi", "temperature": 3}}'
@@ -27,25 +28,24 @@ $ curl -s localhost:8000/v1/completions -H 'content-type: application/json' -d '
 `message` names the field, its limit and the given value. `param` is the field at fault, or null. `code` is stable and
 meant for programs. A stream that fails after its start sends the same body as its last frame before `[DONE]`.
 
+{types}
+
 Every answer has `x-request-id`; a client may send its own. Stock clients retry 408, 409, 429 and 5xx. Where a retry
 cannot help, the answer has `x-should-retry: false`, and the table says "no". `Retry-After` says when another try is
 worth it.
 
-`python -m deploy.docs.errors` writes this page from the server's own table, and a test compares them.
+`python -m deploy.docs.errors` writes this page.
 
 ## By status
 
-| status | `code` | `type` | retried | meaning |
-| --- | --- | --- | --- | --- |
+| status | `code` | retried | meaning |
+| --- | --- | --- | --- |
 """
 REFUSAL = json.dumps(ANSWERS["ErrorBody"], separators=(",", ":"))
 CODES = """
 ## More codes
 
-Some errors name their case more closely than their kind does.
-
-| `code` | instead of |
-| --- | --- |
+Some errors name their case more closely:
 """
 # Refusals of the connection and of the routing, which have no class of their own.
 OTHERS = (
@@ -59,12 +59,17 @@ OTHERS = (
 def page() -> str:
     """The whole page."""
     kinds = [kind_row(kind, rule) for kind, rule in sorted(RULES.items(), key=lambda one: one[1].status)]
-    kinds += [row(status, code, INVALID, "no", meaning) for status, code, meaning in OTHERS]
-    kinds.append(
-        row(INTERNAL.status, INTERNAL.code, INTERNAL.type, "yes", "A fault of the server; its log has details.")
-    )
-    codes = [f"| `{code}` | {words} |" for code, words in sorted(closer_codes().items())]
-    return "\n".join([HEAD.format(refusal=REFUSAL).rstrip(), *sorted(kinds), CODES.rstrip(), *codes]) + "\n"
+    kinds += [row(status, code, "no", meaning) for status, code, meaning in OTHERS]
+    kinds.append(row(INTERNAL.status, INTERNAL.code, "yes", "A fault of the server; its log has details."))
+    head = HEAD.format(refusal=REFUSAL, types=textwrap.fill(f"`type` follows the status: {types()}.", 120))
+    return "\n".join([head.rstrip(), *sorted(kinds), CODES.rstrip(), "", *code_lines()]) + "\n"
+
+
+def types() -> str:
+    """Which `type` answers of a status have; 400's is that of all others below 500."""
+    own = {rule.status: rule.type for rule in RULES.values() if rule.type != INVALID and rule.status < 500}
+    named = [f"{status} `{error_type}`" for status, error_type in sorted(own.items())]
+    return ", ".join([*named, f"5xx `{INTERNAL.type}`", f"else `{INVALID}`"])
 
 
 def kind_row(kind: type[NsmError], rule: Rule) -> str:
@@ -72,13 +77,21 @@ def kind_row(kind: type[NsmError], rule: Rule) -> str:
     meaning = (
         (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ").replace("`retry_after_s`", "`Retry-After`")
     )
-    return row(rule.status, rule.code, rule.type, "yes" if is_retried else "no", meaning)
+    return row(rule.status, rule.code, "yes" if is_retried else "no", meaning)
 
 
-def row(status: int, code: str | None, error_type: str, retried: str, meaning: str) -> str:
+def row(status: int, code: str | None, retried: str, meaning: str) -> str:
     shown = "null, or one of [more codes](#more-codes)" if code is None else f"`{code}`"
-    named = f"`{error_type}`" if error_type else ""
-    return f"| {status} | {shown} | {named} | {retried} | {meaning} |"
+    return f"| {status} | {shown} | {retried} | {meaning} |"
+
+
+def code_lines() -> list[str]:
+    """One for each status and code that closer ones replace, filled to the width of a line."""
+    replaced: dict[str, list[str]] = {}
+    for code, words in sorted(closer_codes().items()):
+        replaced.setdefault(words, []).append(f"`{code}`")
+    texts = [f"- instead of {words}: {', '.join(codes)}" for words, codes in sorted(replaced.items())]
+    return [line for text in texts for line in textwrap.wrap(text, 120, subsequent_indent="  ")]
 
 
 def closer_codes() -> dict[str, str]:

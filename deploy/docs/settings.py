@@ -11,14 +11,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
 Every setting of the server is a variable and an option of `nsm serve`: `NSM_MAX_SLOTS=32` is `--max-slots 32`, and the
-option wins. They are read once, at the start. An unknown `NSM_` variable, or a bad value, ends the start with one line.
-An empty variable counts as unset. Switches are `true` or `false`; as options they are `--energy` and `--no-energy`. The
-other commands (`nsm chat`, `nsm sessions`, …) read the same variables. Names that end in `_S` are in seconds, in `_MB`
-in MiB. OpenTelemetry's own variables set [traces](tracing.md).
+option wins. Other commands read the same variables. An unknown `NSM_` variable, or a bad value, ends the start with one
+line. An empty variable counts as unset. Switches are `true` or `false`; as options they are `--energy` and
+`--no-energy`. Names that end in `_S` are in seconds, in `_MB` in MiB. OpenTelemetry's own variables set
+[traces](tracing.md).
 
-`python -m deploy.docs.settings` writes this page from the server's definitions, and a test compares them.
+`python -m deploy.docs.settings` writes this page.
 """
-KINDS = {bool: "switch", int: "whole number", float: "number", str: "text", Path: "path"}
+KINDS = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def row_of(name: str) -> str:
