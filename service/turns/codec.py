@@ -28,7 +28,9 @@ from service.stores.sessions.codec import decoding
 from service.stores.sessions.key import SessionKey
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "replayed_tokens", "completion_tokens")
-_PLAIN = SamplingParams()
+# Once: a turn's commit, which its client waits for, asks for them
+_USUAL_SAMPLING = tuple((one.name, getattr(SamplingParams(), one.name)) for one in dataclasses.fields(SamplingParams))
+_JSON = json.JSONEncoder(separators=(",", ":"))
 MAX_PACKED_BYTES = 64 * 1024  # larger ones stay as they are: packing them would hold up the event loop
 PACK_LEVEL = 6
 PACKED = b"x"  # the first byte of what zlib makes; JSON never begins so
@@ -62,6 +64,10 @@ class CommitPoint:
     version: int
     position: int
     num_log_tokens: int
+
+    def to_fields(self) -> dict[str, int]:
+        """For `CommitPoint(**fields)`."""
+        return {"version": self.version, "position": self.position, "num_log_tokens": self.num_log_tokens}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,7 @@ def encode_result(result: TurnResult) -> bytes:
     finished, error = result.finished, result.error
     counts = {name: getattr(finished, name) for name in _COUNTS}
     optional = {
-        "commit_point": None if result.commit_point is None else dataclasses.asdict(result.commit_point),
+        "commit_point": None if result.commit_point is None else result.commit_point.to_fields(),
         "rebuilt": result.rebuilt,
         "other_numerics": result.other_numerics,
         "energy": [dataclasses.asdict(use) for use in finished.energy],
@@ -183,7 +189,7 @@ def decode_result(raw: bytes) -> TurnResult:
 
 
 def _dump(value: object) -> bytes:
-    raw = json.dumps(value, separators=(",", ":")).encode()
+    raw = _JSON.encode(value).encode()
     if len(raw) > MAX_PACKED_BYTES:
         return raw
     packer = zlib.compressobj(PACK_LEVEL, zdict=_USUAL)
@@ -203,8 +209,7 @@ def _load(raw: bytes) -> Any:
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     """Those that are not as in `SamplingParams()`."""
-    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-    changed = {name: value for name, value in fields.items() if value != getattr(_PLAIN, name)}
+    changed = {name: value for name, usual in _USUAL_SAMPLING if (value := getattr(sampling, name)) != usual}
     if sampling.logit_bias:
         changed["logit_bias"] = {str(key): value for key, value in sampling.logit_bias.items()}
     if sampling.grammar is not None:

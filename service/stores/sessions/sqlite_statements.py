@@ -159,10 +159,9 @@ def append_chunk(
 ) -> None:
     """The tokens that the version of `mark` added to the log."""
     raw, seed = encode_ids(ids), None if mark.seed is None else str(mark.seed)
-    first, _ = row_ids_of(connection, head.key)
     connection.execute(
-        "INSERT INTO log_chunks VALUES (?, ?, ?, ?, ?)",
-        (first | mark.version, raw, mark.num_sampled, seed, checksum(raw)),
+        f"INSERT INTO log_chunks SELECT number << 32 | ?, ?, ?, ?, ? FROM sessions WHERE {ONE}",
+        (mark.version, raw, mark.num_sampled, seed, checksum(raw), *head.key),
     )
 
 

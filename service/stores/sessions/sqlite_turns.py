@@ -38,17 +38,26 @@ from service.stores.sqlite.connection import reading, transaction, unsynced_tran
 from service.stores.sqlite.database import Database
 
 _RUNNING = (
-    "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order"
+    "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order, "
+    "records_due_at"
 )
 # After a disk that lied they may be others
-_RUNNING_TYPES: tuple[Any, ...] = (str, (str, type(None)), str, int, bytes, int, int, int)
+_RUNNING_TYPES: tuple[Any, ...] = (str, (str, type(None)), str, int, bytes, int, int, int, (float, type(None)))
 _ENDED = "turn_id, identity, digest, base_version, status, result"
 _CURRENT = "expires_at > ?"  # at a time
+# Not OR REPLACE: rows that it removes reach no trigger
+_RECORD = ("turn_order", "tenant", "turn_id", "identity", "digest", "base_version", "status", "result", "expires_at")
+_PUT_RECORD = (
+    f"INSERT INTO turns (row_id, {', '.join(_RECORD)}) VALUES ({', '.join('?' * (len(_RECORD) + 1))}) "
+    f"ON CONFLICT (row_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _RECORD)}"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
-    """The record of the running turn, which is in its session's row. `row_id`: where it goes in `turns` at its end."""
+    """The record of the running turn, which is in its session's row. `row_id`: where it goes in `turns` at its end.
+    `records_due_at`: when the first of the session's records expires.
+    """
 
     turn_id: str
     identity: str | None
@@ -58,6 +67,7 @@ class _Running:
     is_cancel_wanted: int
     row_id: int
     order: int
+    records_due_at: float | None
 
 
 class SqliteTurns:
@@ -288,19 +298,16 @@ def _end_record(
     expires_at: float,
 ) -> None:
     """Whoever calls writes the session's row afterwards: its running turn is still there."""
-    # not OR REPLACE: rows that it removes reach no trigger
-    connection.execute("DELETE FROM turns WHERE row_id = ?", (running.row_id,))
     connection.execute(
-        "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        _PUT_RECORD,
         (
             *(running.row_id, running.order, head.tenant, running.turn_id, running.identity, running.digest),
             *(running.base_version, status, result, expires_at),
         ),
     )
     _drop_chunks(connection, running)
-    # Rarely: while the session is used, the first of its records that expires is the oldest one
-    due = f"UPDATE sessions SET records_due_at = ? WHERE {ONE} AND (records_due_at IS NULL OR records_due_at > ?)"
-    connection.execute(due, (expires_at, *head.key, expires_at))
+    if running.records_due_at is None or running.records_due_at > expires_at:  # the oldest one is seldom the last
+        connection.execute(f"UPDATE sessions SET records_due_at = ? WHERE {ONE}", (expires_at, *head.key))
 
 
 def _drop_chunks(connection: sqlite3.Connection, running: _Running) -> None:
