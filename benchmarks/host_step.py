@@ -2,7 +2,8 @@
 
 The engine with an executor that computes nothing (its logits are of one array, made beforehand), by itself, and in its
 thread with a reader of every request on the event loop; then, for executors that look ahead, with steps that are
-launched and waited for later. CPU time; the best of several runs, since a busy neighbour only adds to it.
+launched and waited for later, one token at a time and ROUNDS in a launch. CPU time of a token of all rows; the best of
+several runs, since a busy neighbour only adds to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.execution.base import NextInputs
+from nsm_core.execution.base import NextInputs, Rounds
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
@@ -32,6 +34,7 @@ from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_lab.provenance import source_commit
 
+ROUNDS = 4  # of a launch
 SPEC = StateSpec((TensorSpec(POSITION, (), torch.int64),))
 
 
@@ -63,10 +66,11 @@ class NoExecutor:
     reads_ragged = False
     decode_rounds = None
 
-    def __init__(self, model: NoModel, *, num_rows: int, poison: bool, overlaps: bool = False) -> None:
-        self.overlap = NoOverlap(self) if overlaps else None
+    def __init__(self, model: NoModel, *, num_rows: int, poison: bool, num_rounds: int | None = None) -> None:
+        """`num_rounds`: of a launch that is waited for later; None: every step is waited for."""
         self.initial = model.initial_state(1)
         self.pool = StatePool(SPEC, num_rows, poison=poison)
+        self.overlap = None if num_rounds is None else NoOverlap(self, num_rounds)
         self._hidden = torch.zeros(num_rows, 1)
         self._logits = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(0))
 
@@ -85,13 +89,22 @@ class NoOverlap:
 
     min_rows = 1
 
-    def __init__(self, executor: NoExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: NoExecutor, num_rounds: int) -> None:
+        """`num_rounds`: of a launch, at most."""
+        self._executor, self._num_rounds = executor, num_rounds
+        self._ids = torch.full((max(num_rounds, 1), executor.pool.num_rows), 7)
 
     def pause_at(self, row: int, ids: Collection[int]) -> None: ...
 
     def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
         return self._executor.step(rows, ())
+
+    def most_rounds(self, num_rows: int) -> int:
+        return self._num_rounds
+
+    def decode(self, rows: Sequence[int], inputs: NextInputs, rounds: Rounds) -> PendingTokens:
+        ids = self._ids[: rounds.number, : len(rows)]
+        return PendingTokens(ids[-1], ids)
 
     def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -106,31 +119,40 @@ def make_requests(num_rows: int, num_tokens: int, turn: int, *, stop: bool) -> l
     ]
 
 
-def new_engine(tokenizer: Tokenizer, num_rows: int, *, overlaps: bool) -> Engine:
+def new_engine(tokenizer: Tokenizer, num_rows: int, *, num_rounds: int | None = None) -> Engine:
     config = EngineConfig(max_slots=num_rows, token_budget=max(256, num_rows), queue_limit=num_rows)
-    executor = functools.partial(NoExecutor, overlaps=overlaps)
+    executor = functools.partial(NoExecutor, num_rounds=num_rounds)
     return Engine(NoModel(), tokenizer, fingerprint="none", config=config, executor=executor)
 
 
 def measure_steps(
-    tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int, *, stop: bool, overlaps: bool = False
+    tokenizer: Tokenizer,
+    num_rows: int,
+    num_tokens: int,
+    repeats: int,
+    *,
+    stop: bool = False,
+    num_rounds: int | None = None,
 ) -> float:
-    """Microseconds of CPU a step of decoding, without anybody who reads; the best of the repeats."""
-    engine, times = new_engine(tokenizer, num_rows, overlaps=overlaps), list[float]()
+    """Microseconds of CPU a token of all rows, without anybody who reads; the best of the repeats. With rounds the
+    requests have tags.
+    """
+    engine, times = new_engine(tokenizer, num_rows, num_rounds=num_rounds), list[float]()
     for turn in range(repeats):
-        for request in make_requests(num_rows, num_tokens, turn, stop=stop):
-            engine.add(request)
+        for index, request in enumerate(make_requests(num_rows, num_tokens, turn, stop=stop)):
+            engine.add(request, tag=index if num_rounds else None)
         engine.step()  # takes them in
         started = time.thread_time()
         while engine.has_work:
             engine.step()
+            engine.take_tokens()
         times.append(1e6 * (time.thread_time() - started) / (num_tokens - 1))
     return min(times)
 
 
 async def measure_with_readers(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int) -> float:
     """The same of all the process, with the engine's thread and a reader of each request on the event loop."""
-    engine, times = AsyncEngine(new_engine(tokenizer, num_rows, overlaps=False)), list[float]()
+    engine, times = AsyncEngine(new_engine(tokenizer, num_rows)), list[float]()
 
     async def read(request: GenerationRequest) -> None:
         async for _ in engine.submit(request).batches():
@@ -155,15 +177,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer, results = BpeTokenizer.load(MEASURED_MODEL), []
-    print(f"{'rows':>5}{'step, us':>10}{'a token':>9}{'with a stop string':>20}{'with readers':>14}{'ahead':>9}")
+    columns = ("rows", "step, us", "a token", "with a stop string", "with readers", "ahead", "in rounds")
+    widths = (5, 10, 9, 20, 14, 9, 11)
+    print("".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))
     for num_rows in args.rows:
         sizes = (tokenizer, num_rows, args.tokens, args.repeats)
         plain, stops = (measure_steps(*sizes, stop=stop) for stop in (False, True))
         readers = asyncio.run(measure_with_readers(*sizes))
-        ahead = measure_steps(*sizes, stop=False, overlaps=True)
+        ahead, rounds = (measure_steps(*sizes, num_rounds=number) for number in (0, ROUNDS))
         row = {"rows": num_rows, "step_us": plain, "step_with_stop_us": stops, "with_readers_us": readers}
-        results.append(row | {"ahead_us": ahead})
-        print(f"{num_rows:>5}{plain:>10.0f}{plain / num_rows:>9.2f}{stops:>20.0f}{readers:>14.0f}{ahead:>9.0f}")
+        results.append(row | {"ahead_us": ahead, "in_rounds_us": rounds})
+        figures = (f"{plain:.0f}", f"{plain / num_rows:.2f}", *(f"{us:.0f}" for us in (stops, readers, ahead, rounds)))
+        cells = zip((str(num_rows), *figures), widths, strict=True)
+        print("".join(f"{cell:>{width}}" for cell, width in cells))
     print(json.dumps({"commit": source_commit(), "results": results}))
 
 

@@ -23,7 +23,7 @@ from nsm_core.engine.step_stats import StepStats
 from nsm_core.engine.token_rows import TokenBatch, TokenRows
 from nsm_core.errors import GrammarFailed, NsmError, StepFailed
 from nsm_core.inspection.routing import TokenRouting
-from nsm_core.sampling.result import NOT_FINITE, SampledToken
+from nsm_core.sampling.result import NOT_FINITE, SKIPPED, SampledToken
 from nsm_core.sampling.sampler import not_finite
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class ResultApplier:
             return ()
         slots, ids = np.array(rows, np.int64).T
         tags = self._token_rows.tags[slots]
-        is_plain = self._token_rows.take_plain(slots, tags, ids)
+        (is_plain,) = self._token_rows.take_plain(slots, tags, ids[None])
         if not is_plain.any():
             return ()
         self._add_batch(tags[is_plain], ids[is_plain])
@@ -123,24 +123,35 @@ class ResultApplier:
     def apply_in_flight(
         self, step: InFlightStep, ids: npt.NDArray[np.int64], following: InFlightStep | None, events: Events
     ) -> None:
-        """The `ids` of a step that was in flight; `following` still is."""
+        """The `ids` [rounds, slots] of a step that was in flight; `following` still is."""
         running = self._active.running
         seconds, self._last_end_at = self.seconds_of(step), time.monotonic()
-        self._stats.record(step.effective_plan(running), running, seconds, {})
+        num_rounds, num_skipped = _work_of(ids[:, self._token_rows.tags[step.rows] == step.tags])
+        plan = step.effective_plan(running)
+        self._stats.record(plan, running, seconds, {}, num_rounds=num_rounds, num_skipped=num_skipped)
         for chunk in step.plan.prefill if step.prompt_states else ():
             if chunk.slot in step.prompt_states and running.get(chunk.slot) is step.sequences[chunk.slot]:
                 self._add_prompt_state(chunk, self._runner.pack_copy(step.prompt_states[chunk.slot]))
         self._shared.hand_out(step.plan, step.sequences)
         is_plain = self._token_rows.take_plain(step.rows, step.tags, ids)
-        if is_plain.any():
-            self._token_rows.landed(step.rows[is_plain])
-            self._add_batch(step.tags[is_plain], ids[is_plain])
-        all_ids = ids.tolist()
-        for index in np.flatnonzero(~is_plain).tolist():
-            slot, token_id = step.slots[index], all_ids[index]
-            sequence = step.sequences[slot]
-            if running.get(slot) is not sequence or slot in step.paused:
-                continue  # it ended, and the slot may be another's; or it skipped the step
+        numbers = is_plain.sum(axis=0)
+        if numbers.any():
+            self._token_rows.landed(step.rows, numbers)
+            self._add_batch(np.broadcast_to(step.tags, ids.shape)[is_plain], ids[is_plain])
+        for index in np.flatnonzero(numbers < len(ids)).tolist():
+            self._append_others(step, index, ids[numbers[index] :, index].tolist(), following, events)
+
+    def _append_others(
+        self, step: InFlightStep, index: int, ids: Sequence[int], following: InFlightStep | None, events: Events
+    ) -> None:
+        """The tokens of a row after those that were plain, until one ends its request."""
+        slot = step.slots[index]
+        sequence = step.sequences[slot]
+        for token_id in ids:
+            if self._active.running.get(slot) is not sequence or slot in step.paused:
+                return  # it ended, and the slot may be another's; or it skipped the step
+            if token_id == SKIPPED:
+                raise RuntimeError("the device skipped a row whose request has not ended")
             sequence.landed()
             if not self._append_plain(sequence, token_id, events):
                 self._append_in_flight(slot, token_id, following, events)
@@ -283,6 +294,13 @@ class ResultApplier:
             return None
         held = self._held if sequence.request.hold_state else None
         return make_end_state(self._runner, sequence, slot, stop, self._tokenizer, held=held)
+
+
+def _work_of(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """ids [rounds, rows]: the number of rounds in which a row took part, and how often a row took no part in those."""
+    took_part = ids != SKIPPED
+    num_rounds = max(1, int(took_part.any(axis=1).sum()))
+    return num_rounds, num_rounds * ids.shape[1] - int(took_part.sum())
 
 
 def _sampled_of(sequence: RunningSequence, token_id: int) -> Sampled:

@@ -101,7 +101,7 @@ class Engine:
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
         self._slices = DecodeSlices(is_possible=made.decode_rounds is not None)
         self.interrupt = self._slices.interrupt  # set by whoever has something for the engine while it is in a step
-        self._blockers = OverlapBlockers(overlap)
+        self._blockers = OverlapBlockers(overlap, self._token_rows)
         listeners = (self._runner, self._routing, self._speculation, self._blockers, self._slices)
         self._active = ActiveRequests(listeners if overlap is None else (*listeners, self._token_rows))
         self._in_flight: InFlightStep | None = None  # one of its requests is active
@@ -282,7 +282,11 @@ class Engine:
     def _launch(self, plan: Plan, before: InFlightStep | None) -> InFlightStep:
         self._start_admitted(plan)
         self._stats.begin(plan, self._active.running, self._runner.pool, may_sample=before is None)
-        step = self._runner.launch(plan, self._active.running, before)
+        num_rounds = self._blockers.num_rounds(plan)
+        if num_rounds:
+            step = self._runner.launch_rounds(plan, self._active.running, before, num_rounds)
+        else:
+            step = self._runner.launch(plan, self._active.running, before)
         self._shared.took_part(plan, self._active.running)
         self._scheduler.apply(plan)
         return step

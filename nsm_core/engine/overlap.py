@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.token_rows import TokenRows
 from nsm_core.execution.base import NextInputs, Overlap
 from nsm_core.sampling.device import PendingTokens
 from nsm_core.state.spec import State
@@ -52,7 +53,7 @@ class InFlightStep:
     `sequences`: all that take part, by slot; a slot may have been assigned to another one since. `slots`: those for
     which a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it.
     `prompt_states`: copies of states after this step that were requested, by slot. `rows`, `tags`: `slots` and the tags
-    that they had. `paused`: slots that skipped it.
+    that they had. `num_rounds`: tokens that it may sample for each. `paused`: slots that skipped it.
     """
 
     plan: Plan
@@ -63,11 +64,12 @@ class InFlightStep:
     prompt_states: dict[int, State]
     rows: npt.NDArray[np.int64]
     tags: npt.NDArray[np.int64]
+    num_rounds: int = 1
     paused: set[int] = dataclasses.field(default_factory=set)
     launched_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """The ids of `slots`, NOT_FINITE for one whose logits are not finite."""
+        """[num_rounds, len(slots)]: see PendingTokens."""
         return self.tokens.wait()
 
     def has(self, slot: int, sequence: RunningSequence) -> bool:
@@ -105,9 +107,9 @@ class InFlightStep:
 class OverlapBlockers:
     """The running requests that keep steps from overlapping. A SlotListener."""
 
-    def __init__(self, overlap: Overlap | None) -> None:
-        """`overlap`: that of the executor; None: steps never overlap."""
-        self._overlap = overlap
+    def __init__(self, overlap: Overlap | None, token_rows: TokenRows) -> None:
+        """`overlap`: that of the executor; None: steps never overlap. `token_rows`: of the running requests."""
+        self._overlap, self._token_rows = overlap, token_rows
         self._slots: set[int] = set()
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
@@ -129,9 +131,20 @@ class OverlapBlockers:
         """Whether this plan may be launched without waiting. `sequences`: by request id."""
         if self._overlap is None or self._slots:
             return False
+        if self.num_rounds(plan):
+            return True
         if len(plan.decode) + len(plan.prefill) < self._overlap.min_rows:
             return False
         return all(may_overlap(sequences[assignment.request_id]) for assignment in plan.admitted)
+
+    def num_rounds(self, plan: Plan) -> int:
+        """Tokens that one launch of this plan may sample for each of its rows, if the plan is allowed: while no prompt
+        is read and all tokens are plain. 0: the launch must be a plain step.
+        """
+        if self._overlap is None or plan.prefill or plan.admitted or not plan.decode:
+            return 0
+        most = self._overlap.most_rounds(len(plan.decode))
+        return self._token_rows.most_rounds(np.array(plan.decode, np.int64), most)
 
 
 def next_inputs(

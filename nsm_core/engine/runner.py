@@ -19,7 +19,7 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
 from nsm_core.engine.token_rows import TokenRows
 from nsm_core.errors import GrammarFailed, NumericalError
-from nsm_core.execution.base import DecodeInputs, Executor
+from nsm_core.execution.base import DecodeInputs, Executor, Rounds
 from nsm_core.sampling.device import PendingTokens, to_device
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
@@ -208,6 +208,22 @@ class Runner:
         taking_part |= {chunk.slot: sequences[chunk.slot] for chunk in plan.prefill}
         tags = self._token_rows.tags[slots_of]
         return InFlightStep(plan, taking_part, ready, tokens, ending, prompt_states, slots_of, tags)
+
+    @torch.inference_mode()
+    def launch_rounds(
+        self, plan: Plan, sequences: Mapping[int, RunningSequence], before: InFlightStep | None, num_rounds: int
+    ) -> InFlightStep:
+        """`launch` of a plan whose slots all decode, for up to `num_rounds` tokens each."""
+        if self._overlap is None:
+            raise RuntimeError("this executor waits for every step")
+        slots, rows = list(plan.decode), np.array(plan.decode, np.int64)
+        inputs = next_inputs(slots, (), sequences, before)
+        rounds = Rounds(self._token_rows.packed_params(rows), self._token_rows.num_left(rows), num_rounds)
+        tokens = self._overlap.decode(slots, inputs, rounds)
+        ending = set(self._token_rows.launched(rows, num_rounds).tolist())
+        taking_part = {slot: sequences[slot] for slot in slots}
+        tags = self._token_rows.tags[rows]
+        return InFlightStep(plan, taking_part, slots, tokens, ending, {}, rows, tags, num_rounds)
 
     def _no_tokens(self) -> PendingTokens:
         """An empty result to wait for, so that launches cannot run ahead without bound."""

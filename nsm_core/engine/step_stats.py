@@ -64,13 +64,15 @@ class StepStats:
         num_read: Mapping[int, int],
         *,
         num_rounds: int = 1,
+        num_skipped: int = 0,
     ) -> None:
         """After a step of `seconds`, before any of its requests ends. `num_read`: tokens read by each decoding slot
-        that read more than one. `num_rounds`: of a slice, which counts as so many steps.
+        that read more than one. `num_rounds`: of a slice or a launch, which counts as so many steps. `num_skipped`:
+        times that a row took no part in a round.
         """
         self.counters.num_steps += num_rounds
-        self.counters.step_rows += num_rounds * (len(plan.decode) + len(plan.prefill))
-        self.counters.step_tokens += num_rounds * plan.num_tokens + sum(num_read.values()) - len(num_read)
+        self.counters.step_rows += num_rounds * (len(plan.decode) + len(plan.prefill)) - num_skipped
+        self.counters.step_tokens += num_rounds * plan.num_tokens + sum(num_read.values()) - len(num_read) - num_skipped
         self.counters.tokens_computed += sum(chunk.length for chunk in plan.prefill)
         if self._ledger is None:
             return

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 NO_TAG = -1
 NUMBER_BITS = 32  # of a listener's tag: the number of a request; above them is the index of the listener, from 1 on
-NUM_HELD = 64  # tokens of a row that are held here before they join its list
+NUM_HELD = 64  # tokens of a row that are held here before they join its list; more than rounds of a launch
 MAX_KINDS = 64  # sets of ids that may end a request; requests with yet another one take the slow path
 
 
@@ -99,16 +99,29 @@ class TokenRows:
         params[:, POSITION_COLUMN] = self._start[slots] + self.num_sampled[slots] + self.num_in_flight[slots]
         return params
 
-    def launched(self, slots: Ints) -> Ints:
-        """A step was launched that samples for `slots`. Returns those of them that reach their `max_tokens` with it."""
-        self.num_in_flight[slots] += 1
-        num_tokens = self.num_sampled[slots] + self.num_in_flight[slots]
-        ending: Ints = slots[num_tokens == self._max_tokens[slots]]
+    def num_left(self, slots: Ints) -> Ints:
+        """[len(slots)]: tokens that each may have sampled yet, by its `max_tokens`."""
+        left: Ints = self._max_tokens[slots] - self.num_sampled[slots] - self.num_in_flight[slots]
+        return left
+
+    def most_rounds(self, slots: Ints, limit: int) -> int:
+        """Rounds of a launch that `slots` can use, up to `limit`; 0: one of them needs the host after each token."""
+        if not limit or (self.tags[slots] == NO_TAG).any():
+            return 0
+        return min(limit, int(self.num_left(slots).max()))
+
+    def launched(self, slots: Ints, num_rounds: int = 1) -> Ints:
+        """A step was launched that samples for `slots`, up to `num_rounds` tokens each. Returns those of them that
+        reach their `max_tokens` with it.
+        """
+        left = self.num_left(slots)
+        self.num_in_flight[slots] += np.minimum(left, num_rounds)
+        ending: Ints = slots[left <= num_rounds]
         return ending
 
-    def landed(self, slots: Ints) -> None:
-        """A token in flight of each has reached the host."""
-        self.num_in_flight[slots] -= 1
+    def landed(self, slots: Ints, numbers: Ints) -> None:
+        """So many tokens in flight of each have reached the host."""
+        self.num_in_flight[slots] -= numbers
 
     @property
     def is_empty(self) -> bool:
@@ -116,21 +129,30 @@ class TokenRows:
         return not self._sequences
 
     def take_plain(self, slots: Ints, tags: Ints, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Appends the plain ones of `ids`, which were sampled for `slots` when these had `tags`. Returns which were.
+        """Appends the plain ones of `ids` [rounds, len(slots)], which were sampled for `slots` when these had `tags`,
+        up to the first of each slot that is not. Returns which were.
 
         A row that paused or ended meanwhile has none. Those that were in flight have landed: see `landed`.
         """
-        num_sampled = self.num_sampled[slots]
+        rounds = np.arange(len(ids))[:, None]
+        num_sampled = self.num_sampled[slots] + rounds  # if those before are plain
         is_inner = (num_sampled > 0) & (num_sampled < self._max_tokens[slots] - 1)
         is_plain: npt.NDArray[np.bool_] = (tags != NO_TAG) & (self.tags[slots] == tags) & is_inner & (ids >= 0)
         is_plain &= ~self._is_special[self._kind[slots], ids]
-        rows = slots[is_plain]
-        self._held[rows, self._num_held[rows]] = ids[is_plain]
-        self._num_held[rows] += 1
-        self.num_sampled[rows] += 1
-        for slot in rows[self._num_held[rows] == NUM_HELD].tolist():
-            self.drain(slot)
+        if len(ids) > 1:
+            is_plain = np.logical_and.accumulate(is_plain)
+        self._hold(slots, ids, is_plain, rounds)
         return is_plain
+
+    def _hold(self, slots: Ints, ids: Ints, is_plain: npt.NDArray[np.bool_], rounds: Ints) -> None:
+        """rounds [n, 1]: 0, 1, ..."""
+        numbers = is_plain.sum(axis=0)
+        for slot in slots[self._num_held[slots] + numbers > NUM_HELD].tolist():
+            self.drain(slot)
+        at = self._num_held[slots] + rounds
+        self._held[np.broadcast_to(slots, ids.shape)[is_plain], at[is_plain]] = ids[is_plain]
+        self._num_held[slots] += numbers
+        self.num_sampled[slots] += numbers
 
     def drain(self, slot: int) -> None:
         """The tokens held for the slot join its list."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from nsm_core.loaded_model import SequenceModel as SequenceModel  # part of this seam, defined below the models
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.masks import MaskLogits
 from nsm_core.sampling.sampler import Draw
 from nsm_core.state.pool import StatePool
@@ -62,6 +63,20 @@ class DecodeInputs:
     interrupt: npt.NDArray[np.int32]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rounds:
+    """What R rows sample in `number` rounds of one launch: each of them the token after its first id, then the token
+    after that, until it draws a pausing id or is not finite, and at most limits[i] tokens.
+
+    `choices` [R, 7] int64: `pack_sampling_params` of each row, with the position of its first token. `limits` [R]
+    int64, at least 1.
+    """
+
+    choices: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
+    number: int
+
+
 class DecodeRounds(Protocol):
     def __call__(self, rows: Sequence[int], inputs: DecodeInputs, /) -> npt.NDArray[np.int64]:
         """Several steps and draws in one call: tokens [rounds, R], NOT_FINITE for a row whose logits are not finite.
@@ -86,6 +101,17 @@ class Overlap(Protocol):
 
     def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
         """`Executor.step` with ids that are still on the device, without waiting: hidden [len(rows), d]."""
+        ...
+
+    def most_rounds(self, num_rows: int) -> int:
+        """Of a call of `decode` with so many rows; 0: it is impossible."""
+        ...
+
+    def decode(self, rows: Sequence[int], inputs: NextInputs, rounds: Rounds) -> PendingTokens:
+        """`step` and the choice of a token, several times, without waiting. The ids and states of plain steps, to the
+        bit; SKIPPED where a row takes no part. The result's `ids` are those of the last round, and are overwritten by
+        the next call.
+        """
         ...
 
     def side_stream(self) -> AbstractContextManager[object]:

@@ -159,18 +159,24 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
     """Raises DeviceUnusable as `prepared`."""
     # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
-    from nsm_core.execution.cuda.self_check import failed_check, launch_reference
+    from nsm_core.execution.cuda.self_check import check_rounds, failed_check, launch_reference
 
     def launch(executor: CudaExecutor) -> None:
         executor.launch_all()
         launch_reference(model)
+
+    def check(executor: CudaExecutor) -> str | None:
+        reason = failed_check(executor, model, model.config.vocab_size)
+        if reason is None:
+            check_rounds(executor, model.config.vocab_size)
+        return reason
 
     return prepared(
         model.embedding.weight.device,
         num_rows,
         make=lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
         launch=launch,
-        failed_check=lambda executor: failed_check(executor, model, model.config.vocab_size),
+        failed_check=check,
     )
 
 

@@ -44,21 +44,26 @@ def pack_sampling_params(params: SamplingParams) -> bytes:
 class PendingTokens:
     """Ids that the device chooses: `ids` [B] int64 on the device, and a copy to the host under way."""
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, rounds: Tensor | None = None) -> None:
+        """`rounds` [n, B or more] int64, contiguous: the ids of several rounds, of which `ids` are the last ones."""
         self.ids = ids
         self._is_copied: torch.cuda.Event | None = None
-        self._on_host = ids
+        given = ids[None] if rounds is None else rounds
         if ids.is_cuda:
-            self._on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self._on_host.copy_(ids, non_blocking=True)
+            self._on_host = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+            self._on_host.copy_(given, non_blocking=True)
             self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._is_copied.record(torch.cuda.current_stream(ids.device))
+        else:
+            self._on_host = given.clone()
 
     def wait(self) -> npt.NDArray[np.int64]:
-        """B ids, NOT_FINITE for a row that is not finite. Waits for the device, but not for later launches."""
+        """[n, B] ids, one round unless there are several: NOT_FINITE for a row that is not finite, SKIPPED for one that
+        a round left out. Waits for the device, but not for later launches.
+        """
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        ids: npt.NDArray[np.int64] = self._on_host.numpy()
+        ids: npt.NDArray[np.int64] = self._on_host.numpy()[:, : len(self.ids)]
         return ids
 
 
@@ -70,35 +75,35 @@ def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: Token
     The uniform draws have the host's bits. Weights are rounded differently: a token differs if the draw lies within
     rounding of the boundary between two tokens.
     """
+    is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
+    device = logits.device
+    words = None if masks is None else to_device(masks.dense(*logits.shape), device)
+    return PendingTokens(choose_on_device(logits, to_device(params, device) if is_drawn else None, words))
+
+
+def choose_on_device(logits: Tensor, params: Tensor | None, words: Tensor | None = None) -> Tensor:
+    """Ids [B] of logits [B,V] with parameters that are on the device: see `choose_tokens`. For any vocabulary."""
     from nsm_core.sampling.kernel import LARGEST_ROW, choose_tokens
     from nsm_core.sampling.large_kernel import choose_of_many
 
     choose = choose_tokens if logits.shape[-1] <= LARGEST_ROW else choose_of_many
-    is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
-    device = logits.device
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        words = None if masks is None else to_device(masks.dense(*logits.shape), device)
-        return PendingTokens(choose(logits, to_device(params, device) if is_drawn else None, words))
+        return choose(logits, params, words)
 
 
 def launch_samplers(vocab_size: int, device: torch.device) -> None:
     """Every kernel of `launch_on_device` once, on rows of zeros."""
-    from nsm_core.sampling.kernel import LARGEST_ROW, choose_tokens
-    from nsm_core.sampling.large_kernel import choose_of_many
-
-    choose = choose_tokens if vocab_size <= LARGEST_ROW else choose_of_many
     logits = torch.zeros(1, vocab_size, device=device)
     drawn = torch.zeros(1, NUM_COLUMNS, dtype=torch.int64, device=device)
     words = torch.ones(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        for params in (None, drawn):
-            for masks in (None, words):
-                choose(logits, params, masks)
+    for params in (None, drawn):
+        for masks in (None, words):
+            choose_on_device(logits, params, masks)
 
 
 def sample_on_device(logits: Tensor, rows: Sequence[PackedRow], masks: TokenMasks | None = None) -> list[int | None]:
     """`launch_on_device`, then waits for the ids; None for a row that is not finite."""
-    ids = launch_on_device(logits, pack_rows(rows), masks).wait().tolist()
+    (ids,) = launch_on_device(logits, pack_rows(rows), masks).wait().tolist()
     return [None if token_id == NOT_FINITE else token_id for token_id in ids]
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 # The id of a row whose logits are not finite, where ids are on a device
 NOT_FINITE = -1
+# The same of a row that has ended or paused before: it was not computed
+SKIPPED = -2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

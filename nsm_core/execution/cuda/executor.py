@@ -56,7 +56,9 @@ class CudaExecutor:
         # larger vocabularies are sampled on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
         self.overlap: CudaOverlap | None = (
-            CudaOverlap(self, model.config.vocab_size, self._device) if is_drawn_here else None
+            CudaOverlap(self, model.config.vocab_size, self._device, graphs=self.options.graphs)
+            if is_drawn_here
+            else None
         )
 
     draw = staticmethod(draw_reference)  # for the few rows that are not drawn on the device
@@ -115,20 +117,36 @@ class CudaExecutor:
         return logits
 
     @property
+    def buckets(self) -> tuple[int, ...]:
+        """The sizes of recorded steps."""
+        return self._buckets
+
+    @property
     def largest_batch(self) -> int:
         """The most rows of one step."""
         return self._buckets[-1]
 
     def inputs(self, num_rows: int) -> Tensor:
         """[2, B] int64, B >= num_rows: rows of the pool, NO_ROW for padding, and ids, of the next step."""
-        bucket = self._bucket(num_rows)
+        bucket = self.bucket(num_rows)
         if self.options.graphs and bucket not in self._graphs:
             self._graphs[bucket] = self._capture(bucket)  # writes to its inputs
+        return self.inputs_of(bucket)
+
+    def inputs_of(self, bucket: int) -> Tensor:
+        """[2, bucket or one more]: `inputs`, whatever was recorded."""
         return self._step.inputs(bucket)
+
+    @torch.inference_mode()
+    def run(self, bucket: int) -> Tensor:
+        """Launches a step over its inputs, kernel by kernel, and the logits: [bucket, V] fp32."""
+        with torch.cuda.device_of(self._step.inputs(bucket)):  # type: ignore[no-untyped-call]
+            self._step.run(bucket)
+        return self.logits(self._step.buffers(bucket).hidden[:, : self._model.config.d_model])
 
     def replay(self, num_rows: int) -> Tensor:
         """Launches the step whose inputs were written: hidden [num_rows, d]."""
-        bucket = self._bucket(num_rows)
+        bucket = self.bucket(num_rows)
         if self.options.graphs:
             self._graphs[bucket].replay()
         else:
@@ -136,7 +154,8 @@ class CudaExecutor:
                 self._step.run(bucket)
         return self._step.buffers(num_rows).hidden[:, : self._model.config.d_model].clone()
 
-    def _bucket(self, num_rows: int) -> int:
+    def bucket(self, num_rows: int) -> int:
+        """The size of the recorded step for so many rows."""
         return next(bucket for bucket in self._buckets if bucket >= num_rows)
 
     def _step_once(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -11,23 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import NextInputs
+from nsm_core.execution.base import NextInputs, Rounds
 from nsm_core.execution.cuda.decode import NO_ROW
 from nsm_core.execution.cuda.kernels.overlap import resolve_inputs
-from nsm_core.sampling.device import to_device
+from nsm_core.execution.cuda.rounds import RecordedRounds, Steps
+from nsm_core.sampling.device import PendingTokens, to_device
 from nsm_core.state.pool import StatePool
 
 MIN_ROWS = 32  # `python -m benchmarks.gpu_ahead`: slower below, by a tenth at one row
 
 
-class RecordedSteps(Protocol):
+class RecordedSteps(Steps, Protocol):
     """The recorded steps of an executor, by size."""
 
     @property
     def pool(self) -> StatePool: ...
-
-    @property
-    def largest_batch(self) -> int: ...
 
     def inputs(self, num_rows: int) -> Tensor:
         """[2, B] int64, B >= num_rows: rows of the pool, and ids, of the next replayed step."""
@@ -41,19 +39,23 @@ class RecordedSteps(Protocol):
 class CudaOverlap:
     """See Overlap. Host data lies in pinned memory: copies of pageable memory wait for the device."""
 
-    def __init__(self, steps: RecordedSteps, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, steps: RecordedSteps, vocab_size: int, device: torch.device, *, graphs: bool) -> None:
+        """`graphs`: see CudaOptions."""
         self._steps, self._device = steps, device
         self.min_rows = MIN_ROWS
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
         self._pausing: dict[int, frozenset[int]] = {}  # by row, as `_pauses` has them
+        self.rounds: RecordedRounds | None = RecordedRounds(steps, self._pauses, device, graphs=graphs)
         self._no_ids = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def launch(self) -> None:
-        """The kernel of `step` that is not the executor's, on rows of padding."""
+        """The kernels of `step` and `decode` that are not the executor's, on rows of padding."""
         given, (rows, ids) = torch.full((3, 2), NO_ROW, device=self._device), torch.zeros_like(self._no_ids)
         with torch.cuda.device_of(given):  # type: ignore[no-untyped-call]
             resolve_inputs(given=given, sampled=self._no_ids, pauses=self._pauses, rows=rows, ids=ids, no_row=NO_ROW)
+        if self.rounds is not None:
+            self.rounds.launch_all()
 
     @torch.inference_mode()
     def pause_at(self, row: int, ids: Collection[int]) -> None:
@@ -81,6 +83,18 @@ class CudaOverlap:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def most_rounds(self, num_rows: int) -> int:
+        return 0 if self.rounds is None else self.rounds.most_rounds(num_rows)
+
+    @torch.inference_mode()
+    def decode(self, rows: Sequence[int], inputs: NextInputs, rounds: Rounds) -> PendingTokens:
+        if self.rounds is None:
+            raise RuntimeError("this executor launches single steps")
+        self._steps.pool.check_leased(rows)
+        to = self._steps.inputs_of(self._steps.bucket(len(rows)))
+        self._resolve(rows, inputs.ids, inputs.sources, inputs.sampled, to)
+        return self.rounds.launch(len(rows), rounds)
+
     def side_stream(self) -> AbstractContextManager[object]:
         """A separate stream. It does not wait, so steps that touched the rows must have been waited for."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -92,8 +106,19 @@ class CudaOverlap:
         sources: npt.NDArray[np.int64],
         sampled: Tensor | None,
     ) -> Tensor:
+        self._resolve(rows, ids, sources, sampled, self._steps.inputs(len(rows)))
+        return self._steps.replay(len(rows))
+
+    def _resolve(
+        self,
+        rows: Sequence[int],
+        ids: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64],
+        sampled: Tensor | None,
+        inputs: Tensor,
+    ) -> None:
+        """Writes `inputs` [2, B] of the next step: see NextInputs."""
         num_rows = len(rows)
-        inputs = self._steps.inputs(num_rows)
         given = np.zeros((3, inputs.shape[1]), np.int64)
         given[0, :num_rows], given[0, num_rows:] = rows, NO_ROW
         given[1, :num_rows] = ids
@@ -107,4 +132,3 @@ class CudaOverlap:
                 ids=inputs[1],
                 no_row=NO_ROW,
             )
-        return self._steps.replay(num_rows)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import Executor, SequenceModel
+from nsm_core.execution.base import Executor, NextInputs, Rounds, SequenceModel
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
+from nsm_core.execution.cuda.overlap import CudaOverlap
+from nsm_core.sampling.device import POSITION_COLUMN, choose_on_device, pack_sampling_params, to_device
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.result import SKIPPED
+
+logger = logging.getLogger("nsm.execution")
 
 NUM_TOKENS = 2
 PROMPT_LENGTHS = (100, 70, 5)
 REPEATS = 3
+PAUSING_ROWS = 16
 # Relative error of logits against the eager fp32 model; some twenty times the observed errors
 TOLERANCE = {CudaWeights.BF16: 0.06, CudaWeights.FP16: 0.01, CudaWeights.FP32: 1e-4}
 
@@ -22,6 +33,92 @@ class CudaRows(Executor, Protocol):
 
     @property
     def options(self) -> CudaOptions: ...
+
+
+class CudaOverlapping(CudaRows, Protocol):
+    """One whose steps overlap, unless the host samples."""
+
+    overlap: CudaOverlap | None
+
+    @property
+    def largest_batch(self) -> int: ...
+
+
+def check_rounds(executor: CudaOverlapping, vocab_size: int) -> None:
+    """Records rounds, which must give the tokens and states of steps. Where they fail, the executor launches single
+    steps from now on, and the log says why. No row of the pool may be leased.
+    """
+    overlap = executor.overlap
+    if overlap is None or overlap.rounds is None:
+        return
+    try:
+        overlap.rounds.record_all()
+        num_rows = executor.pool.num_rows
+        for rows in (list(range(min(num_rows, executor.largest_batch))), [num_rows - 1]):
+            reason = _failed_rounds(executor, overlap, rows, vocab_size)
+            if reason is not None:
+                break
+    except Exception as error:  # of the compiler, the driver or a kernel: single steps may do all the same
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        logger.warning("a launch computes one token of a request, not several: %s", reason)
+        overlap.rounds = None
+
+
+@torch.inference_mode()
+def _failed_rounds(executor: CudaOverlapping, overlap: CudaOverlap, rows: list[int], vocab_size: int) -> str | None:
+    """Every second row is drawn, some pause at a third of all ids, and some have one token left."""
+    number = overlap.most_rounds(len(rows))
+    ids = _some_ids(vocab_size, executor.pool.num_rows)[0, rows].numpy()
+    params = [SamplingParams(temperature=0.9 * (row % 2), top_p=0.9, seed=row) for row in rows]
+    choices = np.frombuffer(b"".join(map(pack_sampling_params, params)), np.int64).reshape(len(rows), -1).copy()
+    rounds = Rounds(choices, np.where(np.arange(len(rows)) % 3 == 2, 1, number), number)
+    pausing = {row: frozenset(range(0, vocab_size, 3)) for row in rows[:PAUSING_ROWS]}
+    want = _in_single_steps(executor, rows, ids, rounds, pausing)
+    _lease(executor, rows)
+    try:
+        for row, pausing_ids in pausing.items():
+            overlap.pause_at(row, pausing_ids)
+        inputs = NextInputs(ids, np.full(len(rows), -1), None)
+        tokens = overlap.decode(rows, inputs, rounds).wait()
+        if not np.array_equal(tokens, want[0]):
+            return f"tokens of {len(rows)} rows differ from those of single steps"
+        if _packed(executor, rows) != want[1]:
+            return f"states of {len(rows)} rows differ from those of single steps"
+        return None
+    finally:
+        for row in pausing:
+            overlap.pause_at(row, ())
+        _free(executor, rows)
+
+
+def _in_single_steps(
+    executor: CudaOverlapping,
+    rows: list[int],
+    ids: npt.NDArray[np.int64],
+    rounds: Rounds,
+    pausing: Mapping[int, Collection[int]],
+) -> tuple[npt.NDArray[np.int64], list[bytes]]:
+    """What `decode` must give, and some of the states."""
+    tokens, last, live = np.full((rounds.number, len(rows)), SKIPPED), ids.copy(), np.arange(len(rows))
+    _lease(executor, rows)
+    try:
+        for number in range(rounds.number):
+            if not len(live):
+                break
+            logits = executor.logits(executor.step([rows[index] for index in live], last[live].tolist()))
+            params = rounds.choices[live]
+            params[:, POSITION_COLUMN] += number
+            last[live] = tokens[number, live] = choose_on_device(logits, to_device(params, logits.device)).cpu().numpy()
+            has_paused = np.array([last[index] in pausing.get(rows[index], ()) for index in live])
+            live = live[~has_paused & (rounds.limits[live] > number + 1)]
+        return tokens, _packed(executor, rows)
+    finally:
+        _free(executor, rows)
+
+
+def _packed(executor: CudaRows, rows: list[int]) -> list[bytes]:
+    return [executor.pool.pack(rows[index]) for index in _some_rows(len(rows))]
 
 
 @torch.inference_mode()

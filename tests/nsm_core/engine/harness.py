@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +25,12 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.engine.token_text import TokenText
-from nsm_core.execution.base import Executor, ExecutorFactory, NextInputs, Savepoint, SequenceModel
+from nsm_core.execution.base import Executor, ExecutorFactory, NextInputs, Rounds, Savepoint, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.sampling.result import NOT_FINITE
+from nsm_core.sampling.result import SKIPPED
+from nsm_core.sampling.sampler import Sampler, SamplingRow
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
 from tests.support.models import RandomModel
@@ -97,8 +101,10 @@ class FakeOverlap:
 
     min_rows = 1
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, num_rounds: int = 0) -> None:
+        """`num_rounds`: of a launch, at most."""
+        self._executor, self._num_rounds = executor, num_rounds
+        self.num_decodes = 0
         self._width = 1
         self._pauses: dict[int, frozenset[int]] = {}
         self.num_skipped = 0  # times that a row was not touched
@@ -108,14 +114,7 @@ class FakeOverlap:
         self._pauses[row] = frozenset(ids)
 
     def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
-        sampled = [] if inputs.sampled is None else inputs.sampled.tolist()
-        ids = inputs.ids.tolist()
-        live = []
-        for index, (row, source) in enumerate(zip(rows, inputs.sources.tolist(), strict=True)):
-            ids[index] = ids[index] if source < 0 else sampled[source]
-            if source < 0 or (ids[index] != NOT_FINITE and ids[index] not in self._pauses[row]):
-                live.append(index)
-        self.num_skipped += len(rows) - len(live)
+        ids, live = self._resolved(rows, inputs)
         hidden = torch.full((len(rows), self._width), torch.nan)
         if live:
             stepped = self._executor.step([rows[index] for index in live], [ids[index] for index in live])
@@ -123,17 +122,60 @@ class FakeOverlap:
             hidden[live], self._width = stepped, stepped.shape[1]
         return hidden
 
+    def _resolved(self, rows: Sequence[int], inputs: NextInputs) -> tuple[list[int], list[int]]:
+        """The ids, and which rows take part."""
+        sampled = [] if inputs.sampled is None else inputs.sampled.tolist()
+        ids = inputs.ids.tolist()
+        live = []
+        for index, (row, source) in enumerate(zip(rows, inputs.sources.tolist(), strict=True)):
+            ids[index] = ids[index] if source < 0 else sampled[source]
+            if source < 0 or self._goes_on(row, ids[index]):
+                live.append(index)
+        self.num_skipped += len(rows) - len(live)
+        return ids, live
+
+    def _goes_on(self, row: int, token_id: int) -> bool:
+        return token_id >= 0 and token_id not in self._pauses[row]
+
+    def most_rounds(self, num_rows: int) -> int:
+        return self._num_rounds
+
+    def decode(self, rows: Sequence[int], inputs: NextInputs, rounds: Rounds) -> PendingTokens:
+        self.num_decodes += 1
+        ids, live = self._resolved(rows, inputs)
+        tokens = np.full((rounds.number, len(rows)), SKIPPED, np.int64)
+        sampler = Sampler(self._executor.draw, self._executor.mask)
+        for number in range(rounds.number):
+            if not live:
+                break
+            hidden = self._executor.step([rows[index] for index in live], [ids[index] for index in live])
+            draws = [_sampling_row(rounds.choices[index].tobytes(), number) for index in live]
+            (chosen,) = sampler.launch(self._executor.logits(hidden), draws, rounds.choices[live]).wait().tolist()
+            for index, token_id in zip(live, chosen, strict=True):
+                ids[index] = tokens[number, index] = token_id
+            live = [i for i in live if self._goes_on(rows[i], ids[i]) and rounds.limits[i] > number + 1]
+        return PendingTokens(torch.from_numpy(tokens[-1]), torch.from_numpy(tokens))
+
     def side_stream(self) -> AbstractContextManager[object]:
         self.num_side_reads += 1
         return nullcontext()
 
 
-def overlapped(factory: ExecutorFactory = EagerExecutor) -> ExecutorFactory:
-    """The same executor with overlapped steps and without drafts."""
+def _sampling_row(packed: bytes, number: int) -> SamplingRow:
+    """The inverse of `pack_sampling_params`, so many tokens later."""
+    seed, choice_index, position, top_k, temperature, top_p, min_p = struct.unpack("<QQQQddd", packed)
+    params = SamplingParams(
+        seed=seed, choice_index=choice_index, top_k=top_k, temperature=temperature, top_p=top_p, min_p=min_p
+    )
+    return SamplingRow(params=params, position=position + number, generated_counts={})
+
+
+def overlapped(factory: ExecutorFactory = EagerExecutor, num_rounds: int = 0) -> ExecutorFactory:
+    """The same executor with overlapped steps, of up to `num_rounds` tokens a row, and without drafts."""
 
     def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
         executor: Any = factory(model, num_rows=num_rows, poison=poison)
-        executor.savepoint, executor.overlap = None, FakeOverlap(executor)
+        executor.savepoint, executor.overlap = None, FakeOverlap(executor, num_rounds)
         return cast(Executor, executor)
 
     return make

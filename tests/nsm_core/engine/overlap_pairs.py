@@ -21,7 +21,9 @@ from tests.nsm_core.engine.harness import (
 
 
 class Pair:
-    """Engines for one model: `plain`, and two whose steps overlap. Requests of `tagged` have tags."""
+    """Engines for one model: `plain`, and three whose steps overlap. Requests of `tagged` and `in_rounds` have tags;
+    `in_rounds` launches three tokens at a time.
+    """
 
     def __init__(
         self, model: SequenceModel, tokenizer: Tokenizer, executor: ExecutorFactory = EagerExecutor, **limits: Any
@@ -36,6 +38,8 @@ class Pair:
         self.plain = make_engine(model, tokenizer, executor=executor, speculation="off", **limits)
         self.overlapped = make_engine(model, tokenizer, executor=make, speculation="off", **limits)
         self.tagged = make_engine(model, tokenizer, executor=overlapped(executor), speculation="off", **limits)
+        factory = overlapped(executor, num_rounds=3)
+        self.in_rounds = make_engine(model, tokenizer, executor=factory, speculation="off", **limits)
         self._tokenizer = tokenizer
 
     @property
@@ -47,11 +51,12 @@ class Pair:
     def compare(
         self, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = (), is_tagged: bool = True
     ) -> dict[str, Outcome]:
-        """`is_tagged`: with the engine whose requests have tags too."""
+        """`is_tagged`: with the engines whose requests have tags too."""
         want = run_all(self.plain, requests, arrivals=arrivals)
         assert run_all(self.overlapped, requests, arrivals=arrivals) == want
         if is_tagged:
-            assert run_all(self.tagged, requests, arrivals=arrivals, reads_ids=self._tokenizer) == want
+            for engine in (self.tagged, self.in_rounds):
+                assert run_all(engine, requests, arrivals=arrivals, reads_ids=self._tokenizer) == want
         assert self.overlapped.stats().num_running == self.overlapped.stats().num_waiting == 0
         return want
 

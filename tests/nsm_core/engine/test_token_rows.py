@@ -15,6 +15,7 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.token_rows import NUM_HELD, NUMBER_BITS, Ints, TokenBatch, TokenRows
 from nsm_core.engine.token_text import TokenText
 from nsm_core.sampling.device import pack_rows
+from nsm_core.sampling.result import SKIPPED
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import make_engine, make_request, overlapped, random_ids, run_all, small_model
 
@@ -33,8 +34,8 @@ def row_of(rows: TokenRows, slot: int, tokenizer: Tokenizer, *, tag: int | None,
 def take(rows: TokenRows, slots: list[int], ids: list[int]) -> list[bool]:
     at = np.array(slots)
     rows.launched(at)
-    is_plain = rows.take_plain(at, rows.tags[at], np.array(ids))
-    rows.landed(at[is_plain])
+    (is_plain,) = rows.take_plain(at, rows.tags[at], np.array([ids]))
+    rows.landed(at, is_plain.astype(np.int64))
     taken: list[bool] = is_plain.tolist()
     return taken
 
@@ -69,9 +70,9 @@ def test_a_slot_that_another_request_has_now_gets_no_token_of_the_one_before(tin
     row_of(rows, 0, tiny_tokenizer, tag=1)
     slots, tags = np.array([0]), rows.tags.copy()
     rows.close(0)
-    assert rows.take_plain(slots, tags, np.array([3])).tolist() == [False]
+    assert rows.take_plain(slots, tags, np.array([[3]])).tolist() == [[False]]
     other = row_of(rows, 0, tiny_tokenizer, tag=2)
-    assert rows.take_plain(slots, tags, np.array([3])).tolist() == [False]
+    assert rows.take_plain(slots, tags, np.array([[3]])).tolist() == [[False]]
     assert other.sampled == [100]
 
 
@@ -86,6 +87,52 @@ def test_parameters_are_those_of_the_sequences(tiny_tokenizer: Tokenizer) -> Non
     assert rows.packed_params(np.arange(3)).tolist() == pack_rows(sequences).tolist()
 
 
+def test_rounds_of_a_launch_are_taken_up_to_the_first_token_that_is_not_plain(tiny_tokenizer: Tokenizer) -> None:
+    """In order: all plain, a stop id, the last token, one that is not finite, one that was left out from the start."""
+    rows = TokenRows(5, VOCAB)
+    sequences = [
+        row_of(
+            rows, slot, tiny_tokenizer, tag=slot, stop_token_ids=(5,) * (slot == 1), max_tokens=4 if slot == 2 else 9
+        )
+        for slot in range(5)
+    ]
+    slots = np.arange(5)
+    assert rows.most_rounds(slots, 4) == 4
+    assert rows.launched(slots, 4).tolist() == [2]
+    ids = np.array(
+        [[7, 7, 7, 7, SKIPPED], [8, 5, 8, -1, SKIPPED], [9, SKIPPED, 9, SKIPPED, SKIPPED], [3, *[SKIPPED] * 4]]
+    )
+    is_plain = rows.take_plain(slots, rows.tags[slots], ids)
+    assert is_plain.sum(axis=0).tolist() == [4, 1, 2, 1, 0]
+    rows.landed(slots, is_plain.sum(axis=0))
+    assert [sequence.sampled for sequence in sequences] == [[100, 7, 8, 9, 3], [100, 7], [100, 7, 8], [100, 7], [100]]
+    assert rows.num_in_flight.tolist() == [0, 3, 1, 3, 4]
+
+
+def test_rounds_that_fill_what_is_held_join_the_list_in_order(tiny_tokenizer: Tokenizer) -> None:
+    rows = TokenRows(1, VOCAB)
+    sequence = row_of(rows, 0, tiny_tokenizer, tag=1, max_tokens=300)
+    slots, want = np.array([0]), [100]
+    for start in range(0, 3 * NUM_HELD, 7):
+        ids = np.arange(start, start + 7)[:, None]
+        assert rows.take_plain(slots, rows.tags[slots], ids).all()
+        want += range(start, start + 7)
+    assert sequence.sampled == want
+
+
+def test_rounds_are_as_many_as_the_longest_request_needs_and_none_beside_one_without_a_tag(
+    tiny_tokenizer: Tokenizer,
+) -> None:
+    rows = TokenRows(3, VOCAB)
+    row_of(rows, 0, tiny_tokenizer, tag=0, max_tokens=2)
+    row_of(rows, 1, tiny_tokenizer, tag=1, max_tokens=4)
+    row_of(rows, 2, tiny_tokenizer, tag=None, max_tokens=9)
+    assert rows.most_rounds(np.array([0, 1]), 8) == 3
+    assert rows.most_rounds(np.array([0, 1]), 2) == 2
+    assert rows.most_rounds(np.array([0, 1]), 0) == 0
+    assert rows.most_rounds(np.array([0, 2]), 8) == 0
+
+
 def test_those_that_reach_their_last_token_are_told_at_the_launch(tiny_tokenizer: Tokenizer) -> None:
     rows = TokenRows(2, VOCAB)
     row_of(rows, 0, tiny_tokenizer, tag=0, max_tokens=3)
@@ -94,14 +141,16 @@ def test_those_that_reach_their_last_token_are_told_at_the_launch(tiny_tokenizer
     assert rows.launched(np.array([0, 1])).tolist() == [0]
 
 
+@pytest.mark.parametrize("num_rounds", [0, 4])
 async def test_an_engine_of_this_process_gives_the_events_of_one_whose_steps_do_not_overlap(
-    tiny_tokenizer: Tokenizer,
+    tiny_tokenizer: Tokenizer, num_rounds: int
 ) -> None:
     requests = [
         make_request(f"r{number}", random_ids(number, 5), max_tokens=30 + number, stop=("x",) * (number == 2))
         for number in range(4)
     ]
-    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off"))
+    executor = overlapped(num_rounds=num_rounds)
+    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=executor, speculation="off"))
     await engine.start()
 
     async def read(request: GenerationRequest) -> list[Event]:
@@ -178,9 +227,13 @@ def test_forced_tokens_are_not_taken_from_steps_that_are_waited_for(tiny_tokeniz
     assert [*sampled, *ids] == [event.token_id for event in want.tokens]
 
 
-async def test_a_listener_that_takes_now_gets_each_token_once_and_in_order(tiny_tokenizer: Tokenizer) -> None:
-    """The first and the last token come by the loop, and every third plain one is refused."""
-    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=overlapped(), speculation="off"))
+@pytest.mark.parametrize("num_rounds", [0, 4])
+async def test_a_listener_that_takes_now_gets_each_token_once_and_in_order(
+    tiny_tokenizer: Tokenizer, num_rounds: int
+) -> None:
+    """The first and the last token come by the loop, and every third step is refused."""
+    executor = overlapped(num_rounds=num_rounds)
+    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer, executor=executor, speculation="off"))
     seen: dict[int, list[int]] = {1: [], 2: []}
     threads: set[bool] = set()
     num_asked = itertools.count()

@@ -10,7 +10,7 @@ from triton import knobs
 from nsm_core.execution.cuda.compiling import compile_ahead
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.options import CudaOptions
-from nsm_core.execution.cuda.self_check import failed_check, launch_reference
+from nsm_core.execution.cuda.self_check import check_rounds, failed_check, launch_reference
 from tests.support.models import random_model, small_config
 
 
@@ -32,8 +32,10 @@ def main() -> None:
 
     knobs.compilation.listener = note
     executor.record_all()
+    check_rounds(executor, 48)
     failure = failed_check(executor, model, 48)
-    json.dump({"compiled": num_compiled, "late": late, "failure": failure}, sys.stdout)
+    has_rounds = executor.overlap is not None and executor.overlap.rounds is not None
+    json.dump({"compiled": num_compiled, "late": late, "failure": failure, "has_rounds": has_rounds}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -41,4 +41,4 @@ def test_a_start_launches_no_kernel_that_its_rehearsal_did_not_know(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["compiled"] > 10
-    assert answer == {"compiled": answer["compiled"], "late": [], "failure": None}
+    assert answer == {"compiled": answer["compiled"], "late": [], "failure": None, "has_rounds": True}

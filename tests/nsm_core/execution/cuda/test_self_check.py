@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from nsm_core.model.nsm import NsmModel
 from tests.support.models import random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
-from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402  imports the compiler
+import nsm_core.execution.cuda.rounds as rounds_module  # noqa: E402  imports the compiler
+from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
+from nsm_core.execution.cuda.kernels.overlap import end_round  # noqa: E402
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
-from nsm_core.execution.cuda.self_check import failed_check  # noqa: E402
+from nsm_core.execution.cuda.self_check import check_rounds, failed_check  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 OPTIONS = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
@@ -61,3 +64,26 @@ def test_prompts_that_are_read_wrong_are_found(model: NsmModel) -> None:
 
     reason = failed_check(Wrong(model, num_rows=2, options=OPTIONS), model, 48)
     assert reason == "logits of a prompt are off by 0.5, 0.0001 is allowed"
+
+
+def test_rounds_that_differ_from_steps_are_dropped_and_the_executor_goes_on_with_steps(
+    model: NsmModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ended(**given: Any) -> None:
+        end_round(**given)
+        given["ids"] += 1  # the next round reads another token
+
+    monkeypatch.setattr(rounds_module, "end_round", ended)
+    executor = CudaExecutor(model, num_rows=2, options=OPTIONS)
+    check_rounds(executor, 48)
+    assert executor.overlap is not None
+    assert executor.overlap.most_rounds(2) == 0
+    assert "differ from those of single steps" in caplog.text
+    assert executor.pool.num_leased == 0
+
+
+def test_rounds_that_equal_steps_stay(model: NsmModel) -> None:
+    executor = CudaExecutor(model, num_rows=3, options=OPTIONS)
+    check_rounds(executor, 48)
+    assert executor.overlap is not None
+    assert executor.overlap.most_rounds(3) > 1
