@@ -135,11 +135,11 @@ class Settings(BaseSettings):
         description="File with a secret of at least 32 bytes, which signs returned states and exported files.",
     )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
-    allowed_hosts: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
+    allowed_hosts: Annotated[str | None, Shown(default="none", page="[security](security.md#what-holds)")] = Field(
         default=None,
         description="Without API keys: host names, with commas, by which clients may call the server; * for any.",
     )
-    cors_origins: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
+    cors_origins: Annotated[str | None, Shown(default="none", page="[security](security.md#what-holds)")] = Field(
         default=None, description="Origins, with commas, whose web pages may use the server; * for any."
     )
 

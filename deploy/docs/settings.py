@@ -18,16 +18,15 @@ line. An empty variable counts as unset. Switches are `true` or `false`; as opti
 
 `python -m deploy.docs.settings` writes this page.
 """
-KINDS = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
 
 
 def row_of(name: str) -> str:
     """One setting as a row of a table."""
     field = Settings.model_fields[name]
-    kind, choices = option_type(field.annotation)
-    values = ", ".join(f"`{choice}`" for choice in choices) or KINDS[kind]
+    _, choices = option_type(field.annotation)
+    values = f": {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
     page = f" ({shown(name).page})" if shown(name).page else ""
-    return f"| `{ENV_PREFIX}{name.upper()}` | {values} | {shown_default(name)} | {field.description}{page} |"
+    return f"| `{ENV_PREFIX}{name.upper()}`{values} | {shown_default(name)} | {field.description}{page} |"
 
 
 def page() -> str:
@@ -35,7 +34,7 @@ def page() -> str:
     lines = [HEAD.rstrip()]
     for name in Settings.model_fields:
         if section := shown(name).section:
-            lines += ["", f"## {section}", "", "| variable | value | default | |", "| --- | --- | --- | --- |"]
+            lines += ["", f"## {section}", "", "| variable, values | default | |", "| --- | --- | --- |"]
         lines.append(row_of(name))
     return "\n".join(lines) + "\n"
 
