@@ -63,6 +63,21 @@ NUM_NEWEST = 16  # sessions that a start looks at
 NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """Of a process that answers HTTP, by the one that started it. The defaults are those of a process on its own.
+
+    `is_announced`: whether it logs the start line. `started`: called once connections are accepted. `alive`: around
+    the time in which they are. `is_over`: whether the other process has ended, as by `kill -9`: then no turn is waited
+    for.
+    """
+
+    is_announced: bool = True
+    started: Callable[[], None] = lambda: None
+    alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    is_over: Callable[[], bool] = lambda: False
+
+
 def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
     configure_logging(settings.log_level, settings.log_format)
@@ -89,44 +104,35 @@ def run_gateway(
     settings: Settings,
     sock: socket.socket,
     make: Callable[[Settings], InferenceBackend],
-    *,
-    is_announced: bool = True,
-    started: Callable[[], None] = lambda: None,
-    alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    supervision: Supervision | None = None,
 ) -> None:
-    """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`.
-
-    `is_announced`: whether it logs the start line. `started`: called once connections are accepted. `alive`: around
-    the time in which they are.
-    """
+    """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
     app = create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
     config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(app, config, sock, is_announced=is_announced, started=started, alive=alive))
+        runner.run(serve(app, config, sock, supervision))
 
 
 async def serve(
     app: FastAPI,
     config: uvicorn.Config,
     sock: socket.socket,
-    *,
-    is_announced: bool = True,
-    started: Callable[[], None] = lambda: None,
-    alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    supervision: Supervision | None = None,
 ) -> None:
-    """The application's whole life; errors of its start are raised, not logged. `started`, `alive`: see run_gateway."""
+    """The application's whole life; errors of its start are raised, not logged."""
     services: Services = app.state.services
+    supervision = supervision or Supervision()
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
-        line = start_line(services, f"[{host}]" if ":" in host else host, port) if is_announced else None
-        if is_announced:
+        line = start_line(services, f"[{host}]" if ":" in host else host, port) if supervision.is_announced else None
+        if supervision.is_announced:
             await warn_of_other_model(services)
         freeze_objects()
         try:
-            async with alive():
-                await GracefulServer(config, services, line, started).serve(sockets=[sock])
+            async with supervision.alive():
+                await GracefulServer(config, services, line, supervision).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
             raise cannot_listen(host, port, error) from error
     logger.info("stopped")
@@ -354,7 +360,7 @@ class GracefulServer(uvicorn.Server):
     """On the first signal: no new work, time for running work to finish, then an orderly abort of the rest.
 
     uvicorn alone closes its sockets at once, so load balancers would never see that it is not ready.
-    Once connections are accepted, `start_line`, if any, is logged and `started` is called.
+    Once connections are accepted, `start_line`, if any, is logged.
     """
 
     def __init__(
@@ -362,12 +368,12 @@ class GracefulServer(uvicorn.Server):
         config: uvicorn.Config,
         services: Services,
         start_line: str | None,
-        started: Callable[[], None] = lambda: None,
+        supervision: Supervision,
     ) -> None:
         super().__init__(config)
         self._services = services
         self._start_line = start_line
-        self._started = started
+        self._supervision = supervision
         self._loop = asyncio.get_running_loop()
         self._stopping: asyncio.Task[None] | None = None
 
@@ -375,7 +381,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
         if self._start_line is not None:
             logger.info("%s", self._start_line)
-        self._started()
+        self._supervision.started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""
@@ -392,7 +398,7 @@ class GracefulServer(uvicorn.Server):
 
     async def _stop(self) -> None:
         services = self._services
-        grace_s = services.settings.grace_s
+        grace_s = 0.0 if self._supervision.is_over() else services.settings.grace_s
         logger.info("stopping: running requests may finish within %g s", grace_s)
         is_idle, _ = await asyncio.gather(
             services.lifecycle.wait_idle(grace_s),

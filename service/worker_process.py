@@ -1,7 +1,7 @@
 """What a child of `service.workers` runs: the engine, or one of the processes that answer HTTP.
 
 The command line says which; the first line of standard input has the settings. The input ends when the supervisor
-does, and then so does this process.
+does, and then so does this process. A supervisor that stops its children in good order says so in a second line.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from service.backends.process.devices import DevicesBackend
 from service.lifecycle.hang_watch import HangWatch
 from service.lifecycle.pulse import SAMPLE_S, Pulse
 from service.lifecycle.start_report import StartReporter
-from service.server import limit_threads_and_memory, run_gateway
+from service.server import Supervision, limit_threads_and_memory, run_gateway
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
+from service.workers import FINAL_FRAMES_S
 
-logger = logging.getLogger("nsm.engine")
+logger = logging.getLogger("nsm.workers")
 
 EXIT_CONFIG = 78  # EX_CONFIG
 
@@ -62,7 +63,8 @@ def main() -> None:
 
 
 def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReporter) -> None:
-    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    is_orphan = threading.Event()
+    threading.Thread(target=_end_with_supervisor, args=(is_orphan,), daemon=True).start()
 
     def make(settings: Settings) -> InferenceBackend:
         engines = [
@@ -80,17 +82,25 @@ def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReport
         return engines[0][1] if len(engines) == 1 else DevicesBackend(engines)
 
     with socket.socket(fileno=given["http_fd"]) as sock:
-        is_first, pulse = given["number"] == 0, Pulse(given["pulse_fd"])
-        run_gateway(settings, sock, make, is_announced=is_first, started=reporter.ready, alive=pulse.beating)
+        supervision = Supervision(
+            is_announced=given["number"] == 0,
+            started=reporter.ready,
+            alive=Pulse(given["pulse_fd"]).beating,
+            is_over=is_orphan.is_set,
+        )
+        run_gateway(settings, sock, make, supervision)
 
 
-def _end_with_supervisor() -> None:
-    sys.stdin.read()
+def _end_with_supervisor(is_orphan: threading.Event) -> None:
+    """A server whose supervisor was killed has crashed: it waits for no turn, and the next server continues them."""
+    if not sys.stdin.read():
+        logger.error("the supervisor has ended: this process ends too and leaves its turns to be continued")
+        is_orphan.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter, times: StageTimes) -> None:
-    """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
+    """Signals are for the supervisor. This process ends after the workers: their turns finish, or are handed over."""
     import_torch()
     from service.backends.process.server import EngineServer, refuse
     from service.server import make_local_backend
@@ -109,16 +119,20 @@ def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReport
             raise
         times.ended("model and kernels")
 
+        async def end_after(server: EngineServer) -> None:
+            await asyncio.to_thread(sys.stdin.read)
+            await server.wait_until_left(within_s=settings.grace_s + FINAL_FRAMES_S)
+
         async def serve() -> None:
             await backend.start()
             server = EngineServer(backend)
             await server.serve(sock)
             reporter.ready()
             times.ended("engine")
-            logger.info("the engine is ready after %.1f s: %s", times.seconds, times)
+            logging.getLogger("nsm.engine").info("the engine is ready after %.1f s: %s", times.seconds, times)
             freeze_objects()
             watch = HangWatch()
-            ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+            ended = asyncio.create_task(end_after(server))
             while not ended.done() and backend.is_alive():
                 pulse.beat()
                 watch.read(backend.stats().heartbeat_age_s)

@@ -45,6 +45,7 @@ ENGINE_STOP_S = 10.0
 FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
 BACKLOG = 64  # gateways that connect while the engine starts
 LOG = "the log, on standard error, has more"
+GOOD_ORDER = b"stop\n"  # the last line for a child: without it the end of its input means that this process was killed
 STOPPED = (0, -signal.SIGTERM)  # statuses of a child that somebody asked to stop, after its start and within it
 
 
@@ -175,7 +176,7 @@ class Process:
                 self._child.kill()
 
     async def stop(self, *, within_s: float) -> None:
-        """SIGTERM, and the end of its input; after `within_s` SIGKILL."""
+        """SIGTERM, and the end of its input in good order; after `within_s` SIGKILL."""
         self._stopping.set()
         child = self._child
         if child is None or child.returncode is not None:
@@ -183,6 +184,7 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             child.terminate()
         if child.stdin is not None:
+            child.stdin.write(GOOD_ORDER)
             child.stdin.close()
         try:
             await asyncio.wait_for(child.wait(), within_s)

@@ -1,4 +1,6 @@
-"""A real server process that is told to stop in the middle of turns: their clients read on where they go on."""
+"""A real server that is told to stop in the middle of turns: their clients read on where they go on. So they do where
+the server loses its supervisor.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.integration.test_streams_survive import Reader, log_of
+from tests.support.backends import PROCESSES
 from tests.support.redis_servers import Topology
 from tests.support.server_processes import Server, running
 
@@ -74,17 +78,19 @@ async def unbroken(server: Server) -> tuple[Reader, ResponseReader]:
     return turn, response
 
 
-async def stop_in_mid_turn(server: Server, turn: Reader, response: ResponseReader) -> None:
+async def stop_in_mid_turn(
+    server: Server, turn: Reader, response: ResponseReader, sig: signal.Signals = signal.SIGTERM
+) -> None:
     await server.create(turn.session_id)
     async with asyncio.TaskGroup() as reading:
         reading.create_task(turn.start(server))
         reading.create_task(response.start(server))
         await turn.wait_for(3)
         await response.has_begun.wait()
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(sig)
     assert turn.must_reconnect
     assert response.must_reconnect
-    assert await server.process.wait() == 0
+    assert await server.process.wait() == (0 if sig == signal.SIGTERM else -sig)
 
 
 async def read_on_like(
@@ -120,3 +126,25 @@ async def test_P3_R14_a_server_goes_on_with_its_turns_after_a_restart(
         await stop_in_mid_turn(server, turn, response)
     async with running(worker_settings, tmp_path) as server:
         await read_on_like(server, turn, response, expected)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+async def test_P3_R14_turns_go_on_after_kill_9_of_the_supervisor_alone(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path, processes: str, store: str
+) -> None:
+    """As after a stop, but nothing waits for the grace time: a next server may be there already."""
+    settings: dict[str, object] = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, **PROCESSES[processes]}
+    if store == "redis":
+        settings["STORE"] = request.getfixturevalue("redis_single").own_url()
+    turn, response = Reader("orphan"), ResponseReader()
+    async with running(settings, tmp_path, GRACE_S=600) as server:
+        expected = await unbroken(server)
+        children = psutil.Process(server.process.pid).children()
+        await stop_in_mid_turn(server, turn, response, signal.SIGKILL)
+        assert not (await asyncio.to_thread(psutil.wait_procs, children, timeout=60))[1]
+    async with running(settings, tmp_path) as server:
+        await read_on_like(server, turn, response, expected)
+        retry = Reader("orphan")
+        await retry.start(server)  # with the key of the first try
+        assert retry.frames == turn.frames

@@ -58,6 +58,13 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 report('{}')
 sys.stdin.read()
 """
+RECORDS_INPUT = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+report('{}')
+with open(starts, "a") as file:
+    file.write(sys.stdin.read())
+"""
 IS_KILLED = """
 os.kill(os.getpid(), 9)
 """
@@ -179,6 +186,17 @@ async def test_process_that_is_asked_to_stop_is_started_again_without_an_error(
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert record.getMessage().startswith("the worker 1 process was asked to stop; it is started again in ")
+
+
+async def test_process_is_told_that_it_stops_in_good_order(program: Program) -> None:
+    """Else the end of its input would say that the supervisor was killed."""
+    starts = program(worker=RECORDS_INPUT)
+    process = Process("worker 1", Settings())
+    task = asyncio.create_task(process.supervise())
+    await process.is_ready.wait()
+    await process.stop(within_s=60.0)
+    await task
+    assert starts.read_text() == "worker 1\nstop\n"
 
 
 async def test_process_that_fails_after_it_was_once_ready_is_not_given_up(program: Program) -> None:

@@ -49,6 +49,11 @@ class EngineServer:
         self.backend.listen_tokens(self._take_tokens, now=self._send_tokens)
         self._server = await asyncio.start_unix_server(self._connected, sock=sock)
 
+    async def wait_until_left(self, *, within_s: float) -> None:
+        """Until no gateway is connected any more, but no longer than `within_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within_s)
+
     async def stop(self) -> None:
         """Ends the connections; requests were ended by the backend's own stop."""
         if self._server is not None:

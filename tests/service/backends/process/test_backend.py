@@ -79,6 +79,29 @@ async def test_requests_of_a_gateway_that_leaves_end_and_free_the_engine(tiny_to
         await asyncio.gather(one.stop(), two.stop())
 
 
+async def test_an_engine_waits_until_its_gateways_have_left(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "engine.sock"))
+        sock.listen()
+        engine = local_backend(tiny_tokenizer)
+        await engine.start()
+        server = EngineServer(engine)
+        await server.serve(sock.dup())
+        await server.wait_until_left(within_s=WAIT_S)  # none has come
+        one, two = ProcessBackend(tmp_path / "engine.sock"), ProcessBackend(tmp_path / "engine.sock")
+        await asyncio.gather(one.start(), two.start())
+        waiting = asyncio.create_task(server.wait_until_left(within_s=WAIT_S))
+        await one.stop()
+        generation = two.submit(request("a"))
+        assert (await end_of(generation)).error is None
+        assert not waiting.done()
+        await server.wait_until_left(within_s=0.0)  # it need not wait for ever
+        await two.stop()
+        await asyncio.wait_for(waiting, WAIT_S)
+        await engine.stop()
+        await server.stop()
+
+
 async def test_an_engine_that_is_lost_ends_requests_and_one_that_takes_its_place_serves(
     tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
