@@ -378,6 +378,9 @@ class GracefulServer(uvicorn.Server):
         self._stopping: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises OSError where another process has begun to listen: uvloop would pass over that."""
+        for sock in sockets or []:
+            sock.listen(self.config.backlog)
         await super().startup(sockets)
         if self._start_line is not None:
             logger.info("%s", self._start_line)

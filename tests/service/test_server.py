@@ -180,12 +180,15 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     assert str(caught.value) == f"port {port} on 127.0.0.1 is already in use; choose another with --port or NSM_PORT"
 
 
-async def test_a_port_taken_while_the_model_was_loading() -> None:
+def test_a_port_taken_while_the_model_was_loading() -> None:
+    """On the event loop of the server: uvloop's own call to listen does not fail."""
     app = create_app(Settings(), FakeBackend(), SqliteSessionStore(None))
+    config = uvicorn_config(app)
     with bind("127.0.0.1", 0) as sock, bind("127.0.0.1", sock.getsockname()[1]) as other:
         other.listen()
-        with pytest.raises(ConfigError, match="already in use"):
-            await serve(app, uvicorn_config(app), sock)
+        taken = pytest.raises(ConfigError, match=rf"^port {other.getsockname()[1]} on 127.0.0.1 is already in use")
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner, taken:
+            runner.run(serve(app, config, sock))
 
 
 @pytest.mark.parametrize("host", ["not a host name", "203.0.113.1"])
