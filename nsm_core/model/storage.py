@@ -27,10 +27,13 @@ from torch.overrides import TorchFunctionMode
 from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, reason_of
+from nsm_core.formats.foreign_content import describe_foreign
 from nsm_core.formats.int4_groups import PackedInt4, is_packable, quantize_int4
 from nsm_core.formats.int8_rows import Int8Rows
 from nsm_core.formats.int8_rows import quantize_rows as quantize_rows
 from nsm_core.formats.one_thread import one_thread
+from nsm_core.formats.random_access import RandomAccessFile
+from nsm_core.formats.safetensors_file import is_safetensors, read_safetensors
 from nsm_core.model.bundled import no_model
 from nsm_core.model.identity import CONFIG_FILE as CONFIG_FILE
 from nsm_core.model.identity import WEIGHTS_FILE as WEIGHTS_FILE
@@ -193,7 +196,7 @@ def _read_format(path: Path) -> WeightFormat:
         with safe_open(str(path), framework="pt") as file:
             return WeightFormat((file.metadata() or {}).get("format", "fp32"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read weights {path}: {reason_of(error)}") from error
+        raise _unreadable(path, error) from error
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
@@ -202,7 +205,19 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
             metadata = file.metadata() or {}
             return {name: file.get_tensor(name) for name in file.keys()}, WeightFormat(metadata.get("format", "fp32"))
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read weights {path}: {reason_of(error)}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    """In the words of the reader for single files, which names the tensor."""
+    try:
+        file = RandomAccessFile(path)
+        if not is_safetensors(file):
+            return CheckpointError(f"{path} is no .safetensors file{describe_foreign(file)}")
+        read_safetensors(file)
+    except CheckpointError as found:
+        return found
+    return CheckpointError(f"cannot read weights {path}: {reason_of(error)}")
 
 
 def require_directory(directory: Path) -> None:

@@ -17,7 +17,15 @@ from nsm_core.model.bundled import BUNDLED, CHECKPOINTS, bundled_name, find_chec
 from nsm_core.model.identity import fingerprint
 from nsm_core.model.loader import load_checkpoint, open_checkpoint
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat, convert_model, is_rounded, quantize_rows, read_model, save_model
+from nsm_core.model.storage import (
+    WeightFormat,
+    convert_model,
+    is_rounded,
+    quantize_rows,
+    read_model,
+    read_outline,
+    save_model,
+)
 from nsm_core.tokenizer import Tokenizer, describe
 
 CONFIG = ModelConfig(
@@ -168,6 +176,15 @@ def cut_weights(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
+def point_to_weights(directory: Path) -> None:
+    (directory / "weights.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+
+
+def lengthen_weights(directory: Path) -> None:
+    with (directory / "weights.safetensors").open("ab") as file:
+        file.write(b"\0")
+
+
 def remove(name: str):  # type: ignore[no-untyped-def]
     return lambda directory: (directory / name).unlink()
 
@@ -198,7 +215,13 @@ def test_a_config_file_that_lacks_a_field_means_its_default(tmp_path: Path) -> N
         (change_config(gate_chunk=48), ConfigError, "gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got 48"),
         (change_config(num_heads=True), ConfigError, "num_heads must be a whole number .* got True"),
         (change_config(d_model=2**20, mlp_hidden=2**20), CheckpointError, "does not fit"),
-        (cut_weights, CheckpointError, "weights.safetensors"),
+        (
+            cut_weights,
+            CheckpointError,
+            r"weights.safetensors: the tensor \S+ takes \d+ bytes .* has \d+: it is cut short or damaged$",
+        ),
+        (point_to_weights, CheckpointError, r"weights.safetensors is no .safetensors file: it is a Git LFS pointer"),
+        (lengthen_weights, CheckpointError, r"cannot read weights .*weights.safetensors: "),
         (remove("config.json"), CheckpointError, "it has no config.json"),
         (remove("weights.safetensors"), CheckpointError, "it has no weights.safetensors$"),
         (remove("tokenizer.json"), CheckpointError, "tokenizer.json"),
@@ -211,6 +234,15 @@ def test_damaged_files_are_refused_by_name(
     damage(tmp_path)
     with pytest.raises(error, match=words):
         load_checkpoint(tmp_path)
+
+
+def test_outline_of_cut_weights_is_refused_as_the_model_is(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.INT8)
+    cut_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the tensor \S+ takes .*: it is cut short or damaged$"):
+        read_outline(tmp_path)
 
 
 def test_a_loaded_model_starts_with_a_fair_load(model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
