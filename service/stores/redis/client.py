@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -24,6 +23,7 @@ from redis.exceptions import NoScriptError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from nsm_core.errors import ConfigError, StorageFull, StoreUnavailable
+from service.stores.redis.connection import ShortConnection, ShortPool, ShortRedis, ShortSSLConnection
 from service.stores.redis.errors import ERRORS, is_passing, translate
 from service.stores.redis.scripts import Script
 from service.stores.redis.url import RedisAddress
@@ -188,12 +188,10 @@ class RedisClient:
     @contextlib.asynccontextmanager
     async def _one_of_the_connections(self) -> AsyncIterator[None]:
         self._require_open()
-        try:
-            async with asyncio.timeout(self.address.pool_timeout_s):
-                await self._gate.acquire()
-        except TimeoutError:
-            message = f"all {self.address.max_connections} connections to the session store are in use"
-            raise StoreUnavailable(message) from None
+        if self._gate.locked():
+            await self._wait_for_one()
+        else:
+            await self._gate.acquire()
         self.num_in_use += 1
         self._is_idle.clear()
         try:
@@ -204,6 +202,14 @@ class RedisClient:
             self._gate.release()
             if not self.num_in_use:
                 self._is_idle.set()
+
+    async def _wait_for_one(self) -> None:
+        try:
+            async with asyncio.timeout(self.address.pool_timeout_s):
+                await self._gate.acquire()
+        except TimeoutError:
+            message = f"all {self.address.max_connections} connections to the session store are in use"
+            raise StoreUnavailable(message) from None
 
     def _require_open(self) -> None:
         if self._redis is None:
@@ -235,9 +241,9 @@ def _make_client(address: RedisAddress) -> tuple[Any, Callable[[], Awaitable[Non
     if address.topology == "sentinel":
         return _make_sentinel_client(address, options)
     (host, port), tls = address.nodes[0], _tls_options(address)
-    kind = SSLConnection if address.is_tls else Connection
-    pool = ConnectionPool(kind, max_connections=UNBOUNDED, host=host, port=port, **options, **tls)
-    return Redis(connection_pool=pool), pool.aclose
+    kind = ShortSSLConnection if address.is_tls else ShortConnection
+    pool = ShortPool(kind, max_connections=UNBOUNDED, host=host, port=port, **options, **tls)
+    return ShortRedis(connection_pool=pool), pool.aclose
 
 
 def _make_sentinel_client(address: RedisAddress, options: dict[str, Any]) -> tuple[Any, Callable[[], Awaitable[None]]]:

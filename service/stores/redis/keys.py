@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from nsm_core.hashing import identity_of
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED
+
+KNOWN_SESSIONS = 1024  # whose names are remembered: two turns have them made ten times
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,11 +71,7 @@ class Keyspace:
 
     def session(self, key: SessionKey) -> SessionKeys:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
-        tag = f"{self.prefix}:{{{_tenant_hash(key.tenant)}.{identity_of(*key)}}}"
-        names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
-        retained = tuple(f"{tag}:retained:{slot}" for slot in range(1, MAX_RETAINED + 1))
-        head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
-        return SessionKeys(head, log, marks, snapshot, stage, turns, tail, retained)
+        return _session_keys(self.prefix, key)
 
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""
@@ -118,6 +117,15 @@ class Keyspace:
     @property
     def probe(self) -> str:
         return f"{self.prefix}:probe"
+
+
+@functools.lru_cache(maxsize=KNOWN_SESSIONS)
+def _session_keys(prefix: str, key: SessionKey) -> SessionKeys:
+    tag = f"{prefix}:{{{_tenant_hash(key.tenant)}.{identity_of(*key)}}}"
+    names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
+    retained = tuple(f"{tag}:retained:{slot}" for slot in range(1, MAX_RETAINED + 1))
+    head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
+    return SessionKeys(head, log, marks, snapshot, stage, turns, tail, retained)
 
 
 def _tenant_hash(tenant: str) -> str:

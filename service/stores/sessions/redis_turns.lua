@@ -44,6 +44,12 @@ local function read_turns(now)
   return turns
 end
 
+-- Rounded up, and never back: the keys' expiry would be written down with each turn.
+local function until_rounded(head, until_us)
+  local turns_us = tonumber(head.turns_us)
+  return turns_us < until_us and math.ceil(until_us / ROUND_US) * ROUND_US or turns_us
+end
+
 -- The changes of the head. `values`: further fields of the turns, each name followed by its value.
 local function write_changes(head, turns, values)
   local bytes, until_us = 0, 0
@@ -56,10 +62,7 @@ local function write_changes(head, turns, values)
     end
   end
   if #values > 0 then redis.call('HSET', turns_key, unpack(values)) end
-  -- Rounded up, and never back: the keys' expiry would be written down with each turn
-  local turns_us = tonumber(head.turns_us)
-  if turns_us < until_us then turns_us = math.ceil(until_us / ROUND_US) * ROUND_US end
-  return {turn_bytes = whole(bytes), turns_us = until_us == 0 and '0' or whole(turns_us)}
+  return {turn_bytes = whole(bytes), turns_us = until_us == 0 and '0' or whole(until_rounded(head, until_us))}
 end
 
 -- The same; also what read_turns left out, or is not in `turns` any more, is gone after this.
@@ -106,14 +109,46 @@ local function close_turn(turn, status, result, expires_us)
   return result and {'r:' .. turn.id, result} or {}
 end
 
+-- The newest record alone, which is the running turn's where one runs; of key layouts 1 and 2 all. Whether these are all.
+local function read_newest(now)
+  local newest
+  for _, field in ipairs(redis.call('HKEYS', turns_key)) do
+    if field == 'index' then return read_turns(now), true end
+    local number = tonumber(string.match(field, '^t:(%d+)$'))
+    if number and (not newest or number > newest) then newest = number end
+  end
+  if not newest then return {}, true end
+  local turn = cjson.decode(redis.call('HGET', turns_key, 't:' .. whole(newest)))
+  turn.number = newest
+  return tonumber(turn.expires) > now and {turn} or {}, false
+end
+
+-- The same as write_turns, of a turn whose end changes nothing else. `had_bytes`: of the record before.
+local function write_ended(head, turn, had_bytes, values)
+  values[#values + 1] = 't:' .. whole(turn.number)
+  values[#values + 1] = cjson.encode(turn)
+  redis.call('HDEL', turns_key, 'q:' .. turn.id)
+  redis.call('HSET', turns_key, unpack(values))
+  return {
+    turn_bytes = whole(head.turn_bytes + turn.bytes - had_bytes),
+    turns_us = whole(until_rounded(head, tonumber(turn.expires))),
+  }
+end
+
 -- The session moves on: by turn `id`, or by something else. Returns the changes of the head.
 local function end_running(head, id, result, ttl_us)
   local now = clock_us()
-  local turns = read_turns(now)
+  local turns, is_all = read_newest(now)
   local turn = find_running(turns)
   if not turn then return {} end
-  if turn.id == id then return write_turns(head, turns, close_turn(turn, 'committed', result, now + tonumber(ttl_us))) end
-  return write_turns(head, turns, close_turn(turn, 'failed', nil, now + ABANDONED_US))
+  local had_bytes, values = turn.bytes, nil
+  if turn.id == id then
+    values = close_turn(turn, 'committed', result, now + tonumber(ttl_us))
+  else
+    values = close_turn(turn, 'failed', nil, now + ABANDONED_US)
+  end
+  if is_all then return write_turns(head, turns, values) end
+  return write_ended(head, turn, had_bytes, values)
 end
 
 -- The session was taken back to `from_version`: what turns made of it since then is deleted. Returns the changes of the
