@@ -18,6 +18,23 @@ MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to f
 MAX_LAYERS = 1024
 ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py
 GATES = ("gru", "lstm", "free")  # of gated slots: see nsm_core/model/gates.py
+SIZES = (  # fields of ModelConfig that are a size
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_memory_slots",
+    "write_top_k",
+    "mlp_hidden",
+    "timescale_groups",
+    "num_kv_heads",
+    "window",
+    "max_context",
+    "gate_chunk",
+    "memory_rows",
+    "memory_width",
+    "memory_heads",
+)
 PROJECTORS = ("attention", "direct", "hybrid")  # how slots are read: see nsm_core/model/pulse.py
 
 
@@ -111,23 +128,17 @@ class ModelConfig:
     slot_width: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "d_model",
-            "num_layers",
-            "num_heads",
-            "num_memory_slots",
-            "write_top_k",
-            "mlp_hidden",
-            "timescale_groups",
-            "num_kv_heads",
-            "window",
-            "max_context",
-            "gate_chunk",
-            "memory_rows",
-            "memory_width",
-            "memory_heads",
-        ):
+        self._check_sizes()
+        self._check_choices()
+        self._check_slots()
+        self._check_intervals()
+        self._check_allocation()
+        self._check_tiers()
+        self._check_levels()
+        self._check_layers()
+
+    def _check_sizes(self) -> None:
+        for name in SIZES:
             value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
             is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high
             _require(is_size, f"{name} must be a whole number in [1, {high}], got {value!r}")
@@ -140,12 +151,16 @@ class ModelConfig:
             self.d_model % self.num_heads == 0,
             f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads})",
         )
+
+    def _check_choices(self) -> None:
+        for name, choices in (("router", ROUTERS), ("gate", GATES), ("projector", PROJECTORS)):
+            require_one_of(name, getattr(self, name), choices)
+
+    def _check_slots(self) -> None:
         _require(
             self.write_top_k <= self.num_memory_slots,
             f"write_top_k ({self.write_top_k}) must be at most num_memory_slots ({self.num_memory_slots})",
         )
-        for name, choices in (("router", ROUTERS), ("gate", GATES), ("projector", PROJECTORS)):
-            require_one_of(name, getattr(self, name), choices)
         _require(
             self.router == "softmax" or self.write_top_k == self.num_memory_slots,
             f"write_top_k must be num_memory_slots ({self.num_memory_slots}) with the sigmoid router, "
@@ -156,21 +171,19 @@ class ModelConfig:
             f"num_memory_slots ({self.num_memory_slots}) must be a multiple of timescale_groups "
             f"({self.timescale_groups})",
         )
+        _require(
+            0 <= self.communication_top_k <= self.num_memory_slots,
+            f"communication_top_k must be 0 (all) to num_memory_slots ({self.num_memory_slots}), "
+            f"got {self.communication_top_k}",
+        )
+
+    def _check_intervals(self) -> None:
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
         _require(64 % self.gate_chunk == 0, f"gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got {self.gate_chunk}")
         _require(
             self.communication_interval >= 64 and self.communication_interval % 64 == 0,
             f"communication_interval must be a multiple of 64, got {self.communication_interval}",
         )
-        _require(
-            0 <= self.communication_top_k <= self.num_memory_slots,
-            f"communication_top_k must be 0 (all) to num_memory_slots ({self.num_memory_slots}), "
-            f"got {self.communication_top_k}",
-        )
-        self._check_allocation()
-        self._check_tiers()
-        self._check_levels()
-        self._check_layers()
 
     def _check_allocation(self) -> None:
         slots = self.num_memory_slots

@@ -1,4 +1,4 @@
-"""Wiring only: the parts of one application and its life."""
+"""The application: its routes, its middleware and its life. service/parts.py makes what they use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nsm_core.distribution import version_of
 from nsm_core.errors import NsmError
-from nsm_core.state.quantize import StateFormat
-from service.backends.base import HasDevices, HasUpstreams, InferenceBackend
+from service.backends.base import InferenceBackend
 from service.batches.runner import BatchRunner
 from service.deps import Services
-from service.files.stored_files import Files
-from service.lifecycle.background import Background
-from service.lifecycle.lifecycle import Lifecycle
-from service.named_states.library import StateLibrary
-from service.named_states.signature import StateSeal
+from service.parts import shared_parts
 from service.playground.page import add_playground
-from service.prompts import PromptEncoder
 from service.routes import (
     batches,
     chat,
@@ -45,31 +39,19 @@ from service.routes import (
     streams,
     tokenize,
 )
-from service.served_models import OtherModel, ServedModels
-from service.settings import Settings, items_of, naming
-from service.state.keeper import SnapshotPolicy, StateKeeper
-from service.state.replica import replica_name
+from service.served_models import OtherModel
+from service.settings import Settings, items_of
 from service.state.resting import shedding_snapshots
 from service.stores.expiry import removing_expired
-from service.stores.instrumented import instrumented, instrumented_records, instrumented_states, traced_prefixes
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
-from service.stores.prefixes.resume import PrefixResume
-from service.stores.records.factory import records_beside
-from service.stores.sessions.base import HasPool, SessionStore
-from service.stores.sessions.quota import QuotaStore
-from service.stores.states.factory import states_beside
+from service.stores.sessions.base import SessionStore
 from service.stores.usage_metrics import measuring_usage
-from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.shared import sharing
-from service.telemetry.tracing.generations import TracedBackend
 from service.telemetry.tracing.middleware import TraceRequests
 from service.telemetry.tracing.tracing import Tracing
-from service.tenants.api_keys import KeyFile
-from service.tenants.tenants import Tenants
 from service.tuning.runner import JobRunner, job_directory
-from service.turns.turns import TurnRegistry
 from service.web.authentication import Authenticate
 from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
@@ -129,103 +111,30 @@ def create_app(
 
     Raises ConfigError when the file of API keys cannot be used.
     """
-    lifecycle = Lifecycle()
-    collected = Metrics(backend, num_in_flight=lambda: lifecycle.num_active)
-    if isinstance(store, HasPool):
-        collected.watch_redis_pool(store.num_connections_in_use)
-    if isinstance(backend, HasDevices):
-        collected.watch_devices(backend.device_stats)
-    if isinstance(backend, HasUpstreams):
-        collected.watch_upstreams(backend.upstream_stats)
-    records, base_store = records_beside(store), store
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
-    with naming("api_keys_file"):
-        keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
-    tracer = None if tracing is None else tracing.tracer
-    store = instrumented(store, collected.sessions, tracer)
-    records = instrumented_records(records, collected.sessions, tracer)
-    if tracing is not None:
-        prefixes = traced_prefixes(prefixes, tracing.tracer)
-    state_store = instrumented_states(states_beside(base_store), collected.sessions, tracer)
-    with naming("state_key_file"):
-        seal = StateSeal.from_file(settings.state_key_file)
-    tenants = Tenants(keys, store, collected, records, state_store)
-    if keys is not None:
-        store = QuotaStore(store, tenants)
-    models: ServedModels[Services] = ServedModels(
-        others,
-        metrics=collected.models,
-        max_bytes=None if settings.models_memory_mb is None else settings.models_memory_mb * MIB,
+    parts = shared_parts(
+        settings, backend, store, prefixes, tracing, others=others, prefix_min_tokens=prefix_min_tokens
     )
-    background, files = Background(), Files(records, tenants)
-    news, tuning_news = asyncio.Event(), asyncio.Event()
-
-    def services_of(settings: Settings, backend: InferenceBackend) -> Services:
-        """Those of one model; what follows from no model is shared."""
-        if tracing is not None:
-            backend = TracedBackend(backend, tracing.tracer)
-        prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
-        state_format = StateFormat(settings.state_dtype)
-        return Services(
-            settings=settings,
-            backend=backend,
-            store=store,
-            metrics=collected,
-            lifecycle=lifecycle,
-            prompts=prompts,
-            prefix_resume=PrefixResume(
-                backend,
-                prefixes if settings.prefix_cache_mb else None,
-                collected,
-                state_format=state_format,
-                min_tokens=prefix_min_tokens,
-            ),
-            turns=TurnRegistry(
-                backend,
-                store,
-                metrics=collected,
-                lifecycle=lifecycle,
-                lease_s=settings.lease_s,
-                tenants=tenants,
-                max_retained=settings.retained_snapshots,
-                state_format=state_format,
-                replica=replica_name(settings.port),
-                keeper=StateKeeper(
-                    backend,
-                    store,
-                    collected,
-                    policy=SnapshotPolicy(max_bytes=settings.state_cache_mb * MIB, limit=settings.snapshot_tokens),
-                    max_retained=settings.retained_snapshots,
-                    state_format=state_format,
-                ),
-            ),
-            tenants=tenants,
-            records=records,
-            states=StateLibrary(
-                backend,
-                state_store,
-                tenants,
-                prompts,
-                collected.sessions,
-                seal=seal,
-                state_format=state_format,
-                name_of=models.name_of,
-            ),
-            models=models,
-            files=files,
-            background=background,
-            batch_news=news,
-            tuning_news=tuning_news,
-            tracing=tracing,
-        )
-
-    services = services_of(settings, backend)
-    models.open(
+    services = parts.services_of(settings, backend)
+    parts.models.open(
         services,
-        lambda other, backend: services_of(settings.for_other_model(other.name), backend),
+        lambda other, backend: parts.services_of(settings.for_other_model(other.name), backend),
         _serving_another,
     )
-    app = DescribedApi(
+    app = _described_api(services, receive_timeout_s)
+    app.state.services = services
+    app.needs_key = services.tenants.has_keys
+    for route in ROUTES:
+        app.router.routes.extend(route.router.routes)  # as they are: including them would make each again
+    add_docs_page(app)
+    if settings.playground:
+        add_playground(app)
+    return app
+
+
+def _described_api(services: Services, receive_timeout_s: float) -> DescribedApi:
+    """Without routes."""
+    return DescribedApi(
         title="nsm",
         description="Conversations are kept by the server: a turn sends only what is new. Errors have one shape, "
         "`ErrorBody`, and a `code` for programs.",
@@ -241,14 +150,6 @@ def create_app(
         # Metrics and spans are our own; see telemetry/tracing/middleware.py.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.services = services
-    app.needs_key = tenants.has_keys
-    for route in ROUTES:
-        app.router.routes.extend(route.router.routes)  # as they are: including them would make each again
-    add_docs_page(app)
-    if settings.playground:
-        add_playground(app)
-    return app
 
 
 def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware]:

@@ -14,25 +14,24 @@ from nsm_core.thoughts import ThoughtReader
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
 from service.generate.chat_calls import CallingChoice, ReadChoice
-from service.generate.choices import RequestGroup, chunk_usage, ends_of, submit_group
+from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
-from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
-from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
+from service.generate.group_answer import GroupAnswer
+from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of
+from service.generate.starting import ReturnedState, find_state, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
 from service.prompts import Prompt
 from service.schemas.chat import ChatBody, core_messages
 from service.schemas.common import RequestSpec
 from service.state.message_border import num_opening
 from service.stores.prefixes.resume import Start
-from service.web.sse import DirectText, TextFrame, WriteNow, frame
+from service.web.sse import TextFrame, frame
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
 
 
-class Chat:
-    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
-
+class Chat(GroupAnswer):
     def __init__(
         self,
         group: RequestGroup,
@@ -42,20 +41,11 @@ class Chat:
         envelope: Envelope,
         returned: ReturnedState | None = None,
     ) -> None:
-        self.group = group
-        self._returned = returned
+        super().__init__(group, body, envelope, returned, choices_per_prompt=body.n, chunk_kind=CHUNK_KIND)
         self._body = body
         self._tokenizer = tokenizer
-        self._envelope = envelope
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
         self._reading = [one for _ in range(body.n) if (one := _reading_of(body, template)) is not None]
-        self._write: WriteNow | None = None
-
-    def attach(self, write: WriteNow) -> None:
-        self._write = write
-
-    def leave(self) -> None:
-        self.group.cancel()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
@@ -63,9 +53,8 @@ class Chat:
         texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
         has_running_usage = self._body.has_running_usage
         has_details = self._body.logprobs or self._body.include_routing or self._reading or has_running_usage
-        if self._write is not None and not has_details:
-            is_split = self._body.is_event_per_token
-            self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
+        if not has_details:
+            self._show_directly(texts[0])
         yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
         async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
@@ -85,8 +74,7 @@ class Chat:
                         frames.append(self._text_frame(index, text) if has_running_usage else texts[index](text))
                 if frames:
                     yield b"".join(frames)
-        chunk = partial(self._envelope.wrap, CHUNK_KIND, [])
-        async with contextlib.aclosing(last_frames(self._returned, self._body, self.group, self._usage, chunk)) as last:
+        async with contextlib.aclosing(self._frames_without_choices()) as last:
             async for data in last:
                 yield data
                 data = b""  # as in `until_done`
@@ -111,8 +99,7 @@ class Chat:
             }
             for index in range(self._body.n)
         ]
-        state = {} if self._returned is None else {"state": await self._returned.object(self.group.take_end_state())}
-        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **await self._state_field())
 
     def _read_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:
         """Of a choice that may think or call tools. Tokens come with the first frame, or with one of their own."""
@@ -139,17 +126,13 @@ class Chat:
         reason = finish_reason(end)
         return "tool_calls" if reason == "stop" and self._reading and self._reading[index].has_calls else reason
 
-    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
-        return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
-
     def _frame(
         self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
     ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
         fields = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
         choice = {"index": index, "delta": delta, **fields}
-        extra = chunk_usage(self._body, self.group, choices_per_prompt=self._body.n)
-        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **extra))
+        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **self._chunk_usage()))
 
     def _text_frame(self, index: int, text: str) -> bytes:
         return self._frame(index, {"content": text})

@@ -8,26 +8,25 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from nsm_core.engine.request import Finished, TokenLogprob
+from nsm_core.engine.request import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import RequestGroup, chunk_usage, ends_of, submit_group
+from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
-from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
-from service.generate.starting import ReturnedState, find_state, last_frames, read_after, returned_state, start_after
+from service.generate.group_answer import GroupAnswer
+from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of
+from service.generate.starting import ReturnedState, find_state, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
 from service.prompts import Prompt
 from service.schemas.common import RequestSpec
 from service.schemas.completions import CompletionBody
 from service.stores.prefixes.resume import Start
-from service.web.sse import DirectText, TextFrame, WriteNow, frame
+from service.web.sse import TextFrame, frame
 
 KIND = "text_completion"
 
 
-class Completion:
-    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
-
+class Completion(GroupAnswer):
     def __init__(
         self,
         group: RequestGroup,
@@ -36,26 +35,16 @@ class Completion:
         envelope: Envelope,
         returned: ReturnedState | None = None,
     ) -> None:
-        self.group = group
-        self._returned = returned
+        super().__init__(group, body, envelope, returned, choices_per_prompt=body.num_candidates, chunk_kind=KIND)
         self._body = body
         self._choices = choices
-        self._envelope = envelope
-        self._write: WriteNow | None = None
-
-    def attach(self, write: WriteNow) -> None:
-        self._write = write
-
-    def leave(self) -> None:
-        self.group.cancel()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
         texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._choices))]
         has_running_usage = self._body.has_running_usage
-        if self._write is not None and self._choices[0].is_plain(Delta()) and not has_running_usage:
-            is_split = self._body.is_event_per_token
-            self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
+        if self._choices[0].is_plain(Delta()) and not has_running_usage:
+            self._show_directly(texts[0])
         for index, choice in enumerate(self._choices):
             if choice.echo_text:
                 yield self._frame(index, choice.take_echo())
@@ -69,8 +58,7 @@ class Completion:
                     else:
                         frames += [self._frame(index, piece) for piece in choice.pieces(delta)]
                 yield b"".join(frames)
-        chunk = partial(self._envelope.wrap, KIND, [])
-        async with contextlib.aclosing(last_frames(self._returned, self._body, self.group, self._usage, chunk)) as last:
+        async with contextlib.aclosing(self._frames_without_choices()) as last:
             async for data in last:
                 yield data
                 data = b""  # as in `until_done`
@@ -87,8 +75,7 @@ class Completion:
         joined = [choice.join(pieces) for choice, pieces in zip(self._choices, parts, strict=True)]
         choices = [{"index": index, **joined[number]} for index, number in enumerate(self._best())]
         ends = ends_of(self.group)
-        state = {} if self._returned is None else {"state": await self._returned.object(self.group.take_end_state())}
-        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **await self._state_field())
 
     def _best(self) -> list[int]:
         """The numbers of the choices to answer with: for each prompt the n most likely, of the best first."""
@@ -104,15 +91,10 @@ class Completion:
         ]
 
     def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
-        fields = chunk_usage(self._body, self.group, choices_per_prompt=self._body.num_candidates)
-        return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
+        return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **self._chunk_usage()))
 
     def _text_frame(self, index: int, text: str) -> bytes:
         return self._frame(index, text_piece(text))
-
-    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
-        body = self._body
-        return usage(ends, choices_per_prompt=body.num_candidates, has_energy=body.include_energy)
 
 
 class ChoiceText:

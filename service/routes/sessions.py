@@ -232,16 +232,8 @@ async def append(
 )
 async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to a mark: what was appended or answered since is deleted. It is a new version itself."""
-    services = await services.for_session(key)
-    request = RewindRequest(
-        request_id=f"clear-{uuid.uuid4().hex}",
-        key=key,
-        location=LogLocation(version=body.mark, position=None, field="mark"),
-        expected_version=body.expected_version,
-        deadline=arrival.time + services.settings.request_timeout_s,
-    )
-    head = await rewind_session(services.turns, services.backend, services.store, request)
-    return json_response(session_object(services, head))
+    location = LogLocation(version=body.mark, position=None, field="mark")
+    return await _move_back(key, location, services, arrival, verb="clear", expected_version=body.expected_version)
 
 
 @router.post(
@@ -295,12 +287,26 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
 
     It is a new version itself. The state is made by reading the log that stays; a running turn makes it 409.
     """
+    location = LogLocation(version=body.to_version, position=body.to_position, prefix="to_")
+    return await _move_back(key, location, services, arrival, verb="rewind", expected_version=body.expected_version)
+
+
+async def _move_back(
+    key: SessionKey,
+    location: LogLocation,
+    services: Services,
+    arrival: Arrival,
+    *,
+    verb: str,
+    expected_version: int | None,
+) -> Response:
+    """`verb`: begins the request's id."""
     services = await services.for_session(key)
     request = RewindRequest(
-        request_id=f"rewind-{uuid.uuid4().hex}",
+        request_id=f"{verb}-{uuid.uuid4().hex}",
         key=key,
-        location=LogLocation(version=body.to_version, position=body.to_position, prefix="to_"),
-        expected_version=body.expected_version,
+        location=location,
+        expected_version=expected_version,
         deadline=arrival.time + services.settings.request_timeout_s,
     )
     head = await rewind_session(services.turns, services.backend, services.store, request)

@@ -154,24 +154,25 @@ MODEL: dict[str, Any] = {
 }
 
 # As pulse-books answered; figures shortened.
+SESSION: dict[str, Any] = {
+    "id": "harbour",
+    "object": "session",
+    "version": 1,
+    "position": 18,
+    "created_at": 1795948550,
+    "updated_at": 1795948550,
+    "model": "pulse-books",
+    "model_fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
+    "state_bytes": 3780616,
+    "snapshot_bytes": 3782110,
+    "metadata": {"title": "The harbour"},
+    "ttl_s": 86400.0,
+    "expires_at": 1796034951,
+    "forked_from": None,
+    "replica": "5d1c02e7",
+}
 ANSWERS: Mapping[str, dict[str, Any]] = {
-    "SessionAnswer": {
-        "id": "harbour",
-        "object": "session",
-        "version": 1,
-        "position": 18,
-        "created_at": 1795948550,
-        "updated_at": 1795948550,
-        "model": "pulse-books",
-        "model_fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
-        "state_bytes": 3780616,
-        "snapshot_bytes": 3782110,
-        "metadata": {"title": "The harbour"},
-        "ttl_s": 86400.0,
-        "expires_at": 1796034951,
-        "forked_from": None,
-        "replica": "5d1c02e7",
-    },
+    "SessionAnswer": SESSION,
     "CompletionAnswer": {
         "id": "cmpl-54d51917e39e478ea60242da431832b1-harbour",
         "object": "text_completion",
@@ -189,25 +190,7 @@ ANSWERS: Mapping[str, dict[str, Any]] = {
     },
     "SessionPage": {
         "object": "list",
-        "data": [
-            {
-                "id": "harbour",
-                "object": "session",
-                "version": 1,
-                "position": 18,
-                "created_at": 1795948550,
-                "updated_at": 1795948550,
-                "model": "pulse-books",
-                "model_fingerprint": "c821174ce480137be653fd5ea4138d3f4222f349476fd79b77eb6eed16975225",
-                "state_bytes": 3780616,
-                "snapshot_bytes": 3782110,
-                "metadata": {"title": "The harbour"},
-                "ttl_s": 86400.0,
-                "expires_at": 1796034951,
-                "forked_from": None,
-                "replica": "5d1c02e7",
-            }
-        ],
+        "data": [SESSION],
         "has_more": False,
         "next_cursor": None,
     },

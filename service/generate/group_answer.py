@@ -1,0 +1,70 @@
+"""What the answers of completions and of chat have in common: a group of choices, as frames or as one object."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from nsm_core.engine.request import Finished
+from service.generate.choices import RequestGroup, chunk_usage
+from service.generate.openai_format import Envelope, usage
+from service.generate.starting import ReturnedState, last_frames
+from service.schemas.common import SamplingFields
+from service.web.sse import DirectText, TextFrame, WriteNow
+
+
+class GroupAnswer:
+    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`.
+
+    `choices_per_prompt`: those that `usage` counts. `chunk_kind`: the `object` of chunks.
+    """
+
+    def __init__(
+        self,
+        group: RequestGroup,
+        body: SamplingFields,
+        envelope: Envelope,
+        returned: ReturnedState | None,
+        *,
+        choices_per_prompt: int,
+        chunk_kind: str,
+    ) -> None:
+        self.group = group
+        self._fields = body
+        self._envelope = envelope
+        self._returned = returned
+        self._choices_per_prompt = choices_per_prompt
+        self._chunk_kind = chunk_kind
+        self._write: WriteNow | None = None
+
+    def attach(self, write: WriteNow) -> None:
+        self._write = write
+
+    def leave(self) -> None:
+        self.group.cancel()
+
+    def _show_directly(self, text: TextFrame) -> None:
+        """Text goes to the connection without a task's turn, where the connection takes it so."""
+        if self._write is not None:
+            self.group.show_by(DirectText(self._write, text, is_event_per_token=self._fields.is_event_per_token))
+
+    async def _frames_without_choices(self) -> AsyncGenerator[bytes, None]:
+        """At the end of a stream: the state, then the usage, if they were asked for."""
+        chunk = partial(self._envelope.wrap, self._chunk_kind, [])
+        frames = last_frames(self._returned, self._fields, self.group, self._usage, chunk)
+        async with contextlib.aclosing(frames):
+            async for data in frames:
+                yield data
+                data = b""  # as in `until_done`
+
+    async def _state_field(self) -> dict[str, Any]:
+        """The returned state, if it was asked for."""
+        return {} if self._returned is None else {"state": await self._returned.object(self.group.take_end_state())}
+
+    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
+        return usage(ends, choices_per_prompt=self._choices_per_prompt, has_energy=self._fields.include_energy)
+
+    def _chunk_usage(self) -> dict[str, Any]:
+        return chunk_usage(self._fields, self.group, choices_per_prompt=self._choices_per_prompt)
