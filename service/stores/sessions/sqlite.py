@@ -130,7 +130,8 @@ class SqliteSessionStore:
                 append_log(connection, head, new.log_ids, new.marks)
                 return head
 
-        return await self.database.write_new(work)
+        is_small = new.snapshot is None and not new.log_ids
+        return await (self.database.write_new_short(work) if is_small else self.database.write_new(work))
 
     async def update(
         self,

@@ -62,6 +62,10 @@ class Database(Protocol):
         """`work`, which adds a session; on a full disk it is refused before one that exists."""
         ...
 
+    async def write_new_short(self, work: Work[Result]) -> Result:
+        """The same of one small `transaction`, maybe within one of several; it may run twice."""
+        ...
+
 
 class MemoryDatabase:
     """One connection. It needs no `open`; everything in it ends with `close`."""
@@ -97,6 +101,9 @@ class MemoryDatabase:
         return await _opened(self._thread).run(work)
 
     async def write_new(self, work: Work[Result]) -> Result:
+        return await _opened(self._thread).run(work)
+
+    async def write_new_short(self, work: Work[Result]) -> Result:
         return await _opened(self._thread).run(work)
 
 
@@ -221,6 +228,14 @@ class FileDatabase:
 
     async def write_new(self, work: Work[Result]) -> Result:
         return await self._write(self._ballast.guard_new(work))
+
+    async def write_new_short(self, work: Work[Result]) -> Result:
+        parts = _opened(self._parts)
+
+        def alone(connection: sqlite3.Connection, work: Work[Any]) -> Any:
+            return _acknowledged(parts.watch, connection, self._ballast.guard_new(work))
+
+        return await parts.group.run(work, is_synced=True, alone=alone)
 
     async def _write(self, work: Work[Result]) -> Result:
         parts = _opened(self._parts)

@@ -18,6 +18,7 @@ from nsm_core.errors import NsmError
 from service.stores.sqlite.connection import ConnectionThread, Result, Work, shared_transaction
 
 MAX_WRITES = 64  # in one transaction
+Alone = Callable[[sqlite3.Connection, Work[Any]], Any]  # makes a write with all that belongs to it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class _Outcome:
 class _Write:
     work: Work[Any]
     is_synced: bool
+    alone: Alone
     done: asyncio.Future[Any]
 
     def end(self, outcome: _Outcome) -> None:
@@ -45,7 +47,7 @@ class _Write:
 class GroupCommit:
     """Gathers the writes of one event loop for the thread of one connection.
 
-    `alone` makes one write with all that belongs to it. `begin` and `acknowledge` come before and after the transaction
+    `alone` makes one write by itself. `begin` and `acknowledge` come before and after the transaction
     of several; `begin` tells whether there may be one. All may raise our errors and SQLite's.
     """
 
@@ -53,7 +55,7 @@ class GroupCommit:
         self,
         thread: ConnectionThread,
         *,
-        alone: Callable[[sqlite3.Connection, Work[Any]], Any],
+        alone: Alone,
         begin: Callable[[sqlite3.Connection], bool],
         acknowledge: Callable[[sqlite3.Connection], None],
     ) -> None:
@@ -61,13 +63,14 @@ class GroupCommit:
         self._alone, self._begin, self._acknowledge = alone, begin, acknowledge
         self._waiting: deque[_Write] = deque()
 
-    async def run(self, work: Work[Result], *, is_synced: bool) -> Result:
+    async def run(self, work: Work[Result], *, is_synced: bool, alone: Alone | None = None) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled. Raises its errors; SQLite's come as ours.
 
         It may run twice: the first run is then taken back. `is_synced`: as `transaction`, not `unsynced_transaction`.
+        `alone`: instead of that of all writes.
         """
         loop = asyncio.get_running_loop()
-        write = _Write(work, is_synced, loop.create_future())
+        write = _Write(work, is_synced, alone or self._alone, loop.create_future())
         self._waiting.append(write)
         if len(self._waiting) == 1:  # else the thread is called already, or will look again
             try:
@@ -106,7 +109,7 @@ class GroupCommit:
             return [_outcome(functools.partial(write.work, connection), raised=sqlite3.Error) for write in writes]
 
     def _by_itself(self, write: _Write) -> Work[Any]:
-        return lambda connection: self._alone(connection, write.work)
+        return lambda connection: write.alone(connection, write.work)
 
 
 def _outcome(work: Callable[[], Any], *, raised: type[Exception] | tuple[()] = ()) -> _Outcome:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from nsm_core.errors import NsmError, StoreReplaced, StoreUnavailable, VersionConflict
+from nsm_core.errors import NsmError, StorageFull, StoreReplaced, StoreUnavailable, VersionConflict
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.connection import transaction, unsynced_transaction
 from service.stores.sqlite.database import FileDatabase
 from service.stores.sqlite.group_commit import MAX_WRITES
+from tests.support import stored_sessions
 from tests.support.stored_sessions import opened
 
 FULL, NORMAL = 2, 1  # of PRAGMA synchronous
@@ -80,6 +82,61 @@ async def test_writes_that_wait_together_share_one_commit(database: FileDatabase
         results, statements = await at_once(database, [put("one"), put("two"), put("three")])
         assert (results, await names(database)) == ([FULL] * 3, ["one", "three", "two"])
     assert (statements.count("BEGIN IMMEDIATE"), statements.count("COMMIT")) == (1, 1)
+
+
+async def test_small_new_sessions_share_the_commit_of_other_writes(tmp_path: Path) -> None:
+    async with opened(SqliteSessionStore(tmp_path / "sessions.db")) as store:
+        is_busy, may_go = threading.Event(), threading.Event()
+        statements: list[str] = []
+
+        def hold(connection: sqlite3.Connection) -> None:
+            is_busy.set()
+            may_go.wait()
+            connection.set_trace_callback(statements.append)
+
+        holding = asyncio.create_task(store.database.write(hold))
+        await asyncio.to_thread(is_busy.wait)
+        creating = [
+            asyncio.create_task(stored_sessions.create(store, tenant="a", session_id=name, metadata={}))
+            for name in "vwxyz"
+        ]
+        await asyncio.sleep(0)
+        may_go.set()
+        heads = await asyncio.gather(*creating)
+        await holding
+        assert [await store.get(head.key) for head in heads] == heads
+    assert (statements.count("BEGIN IMMEDIATE"), statements.count("COMMIT")) == (1, 1)
+
+
+async def test_a_new_session_that_finds_no_room_is_refused_and_the_writes_beside_it_are_made(
+    tmp_path: Path,
+) -> None:
+    """The disk is full for whatever runs with others, or by itself without free pages."""
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    async with opened(FileDatabase(tmp_path / "sessions.db", max_bytes=None, busy_timeout_s=5.0)) as database:
+
+        def hold(connection: sqlite3.Connection) -> None:
+            is_busy.set()
+            may_go.wait()
+
+        def no_room(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                raise full
+
+        is_busy, may_go = threading.Event(), threading.Event()
+        holding = asyncio.create_task(database.write(hold))
+        await asyncio.to_thread(is_busy.wait)
+        waiting = [
+            asyncio.create_task(database.write_short(put("one"), is_synced=True)),
+            asyncio.create_task(database.write_new_short(no_room)),
+        ]
+        await asyncio.sleep(0)
+        may_go.set()
+        first, refusal = await asyncio.gather(*waiting, return_exceptions=True)
+        await holding
+        assert (first, await names(database)) == (FULL, ["one"])
+    assert isinstance(refusal, StorageFull)
 
 
 async def test_a_write_that_comes_alone_has_a_transaction_of_its_own(database: FileDatabase) -> None:
