@@ -245,7 +245,10 @@ class Engine:
     def _plan(self, in_flight: InFlightStep | None) -> Plan:
         """The next step, after the one in flight if there is one."""
         plan = self._routing.defer(self._scheduler.plan(), self._active.by_id)
-        return plan if in_flight is None else in_flight.without_ending(plan)
+        if in_flight is None:
+            return plan
+        plan = in_flight.without_ending(plan)
+        return self._blockers.defer_prompts(plan, self._active.by_id) if in_flight.plan.prefill else plan
 
     def _step_alone(self, plan: Plan, events: Events) -> None:
         """Runs a step and waits for it."""

@@ -26,6 +26,7 @@ from nsm_core.state.spec import State
 
 # Of the vocabulary. A request that pauses at more tokens would often take part in a step in vain.
 MAX_PAUSING_SHARE = 0.125
+FEW_PROMPT_TOKENS = 1024  # a step that reads more is worth its launches
 
 
 def may_overlap(sequence: RunningSequence) -> bool:
@@ -145,6 +146,16 @@ class OverlapBlockers:
             return 0
         most = self._overlap.most_rounds(len(plan.decode))
         return self._token_rows.most_rounds(np.array(plan.decode, np.int64), most)
+
+    def defer_prompts(self, plan: Plan, sequences: Mapping[str, RunningSequence]) -> Plan:
+        """The plan behind a step that reads prompts: without those that it reads itself, if they are few and the
+        others can have several tokens meanwhile. So requests that come one by one do not make every step one for
+        prompts. `sequences`: by request id.
+        """
+        if sum(chunk.length for chunk in plan.prefill) > FEW_PROMPT_TOKENS:
+            return plan
+        without = dataclasses.replace(plan, admitted=(), prefill=())
+        return without if self.num_rounds(without) > 1 and self.allow(without, sequences) else plan
 
 
 def next_inputs(

@@ -297,7 +297,7 @@ class Runner:
         self, chunks: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: HiddenStates
     ) -> None:
         """Chunks of similar lengths are read together."""
-        for group in group_by_length(chunks):
+        for group in group_by_length(chunks, unit=self._executor.prompt_unit):
             slots = [chunk.slot for chunk in group]
             ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
             hidden.add(slots, self._executor.read(slots, ids))

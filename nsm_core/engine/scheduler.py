@@ -248,22 +248,24 @@ class Scheduler:
         return UnreadPrompt(slot, progress.owner, read, progress.prompt_len - read, progress.next_boundary - read)
 
 
-def group_by_length(chunks: Sequence[Chunk]) -> list[tuple[Chunk, ...]]:
-    """Splits chunks into right-padded batches, longest chunk first, none with more padding than the limits allow."""
+def group_by_length(chunks: Sequence[Chunk], *, unit: int = 1) -> list[tuple[Chunk, ...]]:
+    """Splits chunks into right-padded batches, longest chunk first, none with more padding than the limits allow.
+
+    `unit`: the executor pads each to a multiple of it anyway.
+    """
     groups: list[list[Chunk]] = []
     for chunk in sorted(chunks, key=lambda chunk: (-chunk.length, chunk.slot)):
-        if groups and _is_padding_bounded([*groups[-1], chunk]):
+        if groups and _is_padding_bounded([-(-each.length // unit) * unit for each in (*groups[-1], chunk)]):
             groups[-1].append(chunk)
         else:
             groups.append([chunk])
     return [tuple(sorted(group, key=lambda chunk: chunk.slot)) for group in groups]
 
 
-def num_padding_tokens(group: Sequence[Chunk]) -> int:
-    """Tokens of padding when the chunks are one batch."""
-    return max(chunk.length for chunk in group) * len(group) - sum(chunk.length for chunk in group)
+def num_padding_tokens(lengths: Sequence[int]) -> int:
+    """Tokens of padding when chunks of these lengths are one batch."""
+    return max(lengths) * len(lengths) - sum(lengths)
 
 
-def _is_padding_bounded(group: Sequence[Chunk]) -> bool:
-    num_real = sum(chunk.length for chunk in group)
-    return num_padding_tokens(group) <= max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * num_real)
+def _is_padding_bounded(lengths: Sequence[int]) -> bool:
+    return num_padding_tokens(lengths) <= max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * sum(lengths))

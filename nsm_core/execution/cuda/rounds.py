@@ -20,8 +20,8 @@ from nsm_core.execution.cuda.recording import record
 from nsm_core.sampling.device import NUM_COLUMNS, PendingTokens, choose_on_device, to_device
 from nsm_core.sampling.result import SKIPPED
 
-# Rounds of a launch by the largest number of rows: about a millisecond, for which a new request waits at most twice
-MOST_ROUNDS = {64: 4, 512: 2}
+# Rounds of a launch by the largest number of rows: one or two milliseconds, for which a new request waits twice at most
+MOST_ROUNDS = {256: 4, 512: 2}
 
 
 class Steps(Protocol):

@@ -24,6 +24,12 @@ def test_a_long_prompt_does_not_pad_short_ones() -> None:
     assert lengths_of(make_chunks(5, 200, 7)) == [[200], [5, 7]]
 
 
+def test_lengths_that_are_padded_to_one_multiple_share_a_batch() -> None:
+    chunks = make_chunks(5, 60, 33)
+    assert lengths_of(chunks) == [[60, 33], [5]]
+    assert group_by_length(chunks, unit=64) == [tuple(chunks)]
+
+
 def test_no_chunks_no_batches() -> None:
     assert group_by_length([]) == []
 
@@ -35,4 +41,6 @@ def test_every_chunk_is_read_once_and_padding_is_bounded(lengths: list[int]) -> 
     assert sorted((chunk for group in groups for chunk in group), key=lambda chunk: chunk.slot) == chunks
     for group in groups:
         num_real = sum(chunk.length for chunk in group)
-        assert num_padding_tokens(group) <= max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * num_real)
+        assert num_padding_tokens([chunk.length for chunk in group]) <= max(
+            MAX_PADDING_TOKENS, MAX_PADDING_SHARE * num_real
+        )

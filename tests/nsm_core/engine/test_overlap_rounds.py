@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nsm_core.engine import overlap
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import StepFailed
@@ -70,6 +71,33 @@ def test_a_prompt_that_comes_is_read_by_the_next_launch(subject: Subject) -> Non
     subject.step()  # the launch in flight; the one behind it has the prompt
     assert subject.fake.num_decodes == num_decodes
     assert [event.index for event in subject.step()[1]] == [1]
+
+
+def test_few_prompts_right_behind_others_wait_for_one_launch_of_rounds(subject: Subject) -> None:
+    subject.engine.add(make_request("a", max_tokens=60), tag=0)
+    subject.step()
+    subject.engine.add(make_request("b", (0,), max_tokens=60), tag=1)
+    subject.step()  # the prompt of b is in flight
+    subject.engine.add(make_request("c", (0,), max_tokens=60), tag=2)
+    num_decodes = subject.fake.num_decodes
+    subject.step()
+    assert subject.fake.num_decodes == num_decodes + 1  # of a and b; the prompt of c waits
+    subject.step()
+    assert subject.fake.num_decodes == num_decodes + 1
+    subject.step()
+    assert subject.fake.num_decodes == num_decodes + 2
+
+
+def test_many_prompts_right_behind_others_are_read_at_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "FEW_PROMPT_TOKENS", 1)
+    subject.engine.add(make_request("a", max_tokens=60), tag=0)
+    subject.step()
+    subject.engine.add(make_request("b", (0,), max_tokens=60), tag=1)
+    subject.step()
+    subject.engine.add(make_request("c", (0, 0), max_tokens=60), tag=2)
+    num_decodes = subject.fake.num_decodes
+    subject.step()
+    assert subject.fake.num_decodes == num_decodes
 
 
 @pytest.mark.parametrize("other", [{"logprobs": 1}, {"stop": ("x",)}, {"repetition_penalty": 1.5}], ids=str)
