@@ -80,10 +80,13 @@ class StoredTensor:
             return flat.reshape(self.shape)
         return flat.as_strided(self.shape, self.strides).contiguous()
 
-    def chunks(self) -> Iterator[bytes]:
-        """Its bytes in the file."""
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes in the file, each chunk in the memory of the one before."""
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.num_bytes)))
         for first in range(0, self.num_bytes, CHUNK_BYTES):
-            yield self.file.read(self.offset + first, min(CHUNK_BYTES, self.num_bytes - first))
+            chunk = buffer[: self.num_bytes - first]
+            self.file.read_into(self.offset + first, chunk)
+            yield chunk
 
     def _dequantised(self) -> Tensor:
         kind = self.kind

@@ -115,6 +115,6 @@ def _native(loaded: LoadedModel[Rwkv7Model], precision: Precision) -> ChosenExec
         "%s runs on the native executor in %s, kernels %s, %d threads%s",
         *(loaded.name, precision, variants()[0], num_threads, rounding),
     )
-    weights = pack_rwkv7(loaded.model, precision, loaded.weight_format)
+    weights = pack_rwkv7(loaded.model, precision, loaded.weight_format, num_threads=num_threads)
     factory = functools.partial(Rwkv7Executor, num_threads=num_threads, weights=weights)
     return ChosenExecutor(EXECUTORS[precision], factory, loaded.model, numerics(precision))

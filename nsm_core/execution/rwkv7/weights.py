@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import sys
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -75,14 +78,14 @@ ROUNDED = {Precision.INT8: Numbers.INT8, Precision.INT4: Numbers.INT4}
 HALVES = {"bf16": (Numbers.BF16, torch.bfloat16), "fp16": (Numbers.FP16, torch.float16)}
 
 
-def pack_rwkv7(model: Rwkv7Model, precision: Precision, weight_format: str) -> Rwkv7Weights:
+def pack_rwkv7(model: Rwkv7Model, precision: Precision, weight_format: str, *, num_threads: int = 1) -> Rwkv7Weights:
     """A packed copy for a file of this format, in half precision if all its large matrices are. Raises as the class."""
     if precision is Precision.FP32 and weight_format in HALVES:
         try:
-            return Rwkv7Weights(model, precision, numbers=HALVES[weight_format][0])
+            return Rwkv7Weights(model, precision, numbers=HALVES[weight_format][0], num_threads=num_threads)
         except OtherNumbersError as error:
             logger.info("weights are held in fp32: %s", error)
-    return Rwkv7Weights(model, precision)
+    return Rwkv7Weights(model, precision, num_threads=num_threads)
 
 
 class OtherNumbersError(Exception):
@@ -90,11 +93,11 @@ class OtherNumbersError(Exception):
 
 
 class Rwkv7Weights:
-    """A packed copy of a model's tensors; at its peak it needs the memory of one tensor more.
+    """A packed copy of a model's tensors; at its peak it needs the memory of one tensor more for each thread.
 
     `embedding`: [V, D] in the dtype of the file; rows of it are read, never multiplied. `variant`: one of `variants()`.
-    `numbers`: of large matrices in fp32, as the file has them. Raises ValueError for a model that
-    `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor, OtherNumbersError.
+    `numbers`: of large matrices in fp32, as the file has them. `num_threads` pack a layer each. Raises ValueError for a
+    model that `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor, OtherNumbersError.
     """
 
     @one_thread()
@@ -105,6 +108,7 @@ class Rwkv7Weights:
         variant: str | None = None,
         *,
         numbers: Numbers = Numbers.FP32,
+        num_threads: int = 1,
     ) -> None:
         reason, library = rwkv7_unsupported_reason(model.config), load_rwkv7_library()
         if reason is not None or library is None:
@@ -119,31 +123,47 @@ class Rwkv7Weights:
         if self._handle is None:
             raise ValueError(f"no memory for the weights, or no kernels {variant or variants()[0]} here")
         weakref.finalize(self, library.nsm_rwkv7_model_free, self._handle).atexit = False
-        # A copy: what lies in a mapped file may be overwritten
-        self.embedding = self._tensors.stored("emb.weight").clone()
-        self._pack()
+        self.embedding: Tensor
+        self._pack(num_threads)
 
     @property
     def handle(self) -> int:
         """The address that the library knows the model by; lives as long as this object."""
         return int(self._handle)
 
-    def _pack(self) -> None:
+    def _pack(self, num_threads: int) -> None:
+        with ThreadPoolExecutor(num_threads, "packing") as pool:
+            packed = [pool.submit(pack) for pack in self._parts()]
+            try:
+                for each in packed:
+                    each.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        self._check(self._library.nsm_rwkv7_seal(self._handle), "the model")
+
+    def _parts(self) -> Iterator[Callable[[], None]]:
+        """What packs them, the largest first."""
+        yield functools.partial(self._large, 0, Rwkv7Part.HEAD, "head.weight", num_rows=self.num_ids)
+        yield self._pack_once
+        for layer in range(self.config.num_layers):
+            yield functools.partial(self._pack_layer, layer)
+
+    def _pack_once(self) -> None:
+        self.embedding = self._tensors.stored("emb.weight")
         for part, name in ONCE.items():
             self._floats(0, part, self._tensors[name])
-        self._large(0, Rwkv7Part.HEAD, "head.weight", num_rows=self.num_ids)
-        for layer in range(self.config.num_layers):
-            prefix = f"blocks.{layer}."
-            for part, name in LARGE.items():
-                self._large(layer, part, prefix + name)
-            for part, name in VECTORS.items():
-                self._floats(layer, part, self._tensors[prefix + name])
-            shifts = [self._tensors[f"{prefix}att.x_{letter}"] for letter in "rwkvag"]
-            self._floats(layer, Rwkv7Part.TIME_SHIFT, torch.cat(shifts))
-            for part, letter in SMALL.items():
-                if letter != "v" or layer > 0:
-                    self._small(layer, part, f"{prefix}att.{letter}")
-        self._check(self._library.nsm_rwkv7_seal(self._handle), "the model")
+
+    def _pack_layer(self, layer: int) -> None:
+        prefix = f"blocks.{layer}."
+        for part, name in LARGE.items():
+            self._large(layer, part, prefix + name)
+        for part, name in VECTORS.items():
+            self._floats(layer, part, self._tensors[prefix + name])
+        shifts = [self._tensors[f"{prefix}att.x_{letter}"] for letter in "rwkvag"]
+        self._floats(layer, Rwkv7Part.TIME_SHIFT, torch.cat(shifts))
+        for part, letter in SMALL.items():
+            if letter != "v" or layer > 0:
+                self._small(layer, part, f"{prefix}att.{letter}")
 
     def _large(self, layer: int, part: Rwkv7Part, name: str, num_rows: int | None = None) -> None:
         if self.precision is Precision.FP32:
@@ -161,7 +181,7 @@ class Rwkv7Weights:
 
     def _int8_rows(self, name: str) -> tuple[Tensor, Tensor]:
         rows = self._tensors.rows(name)
-        return quantize_rows(self._tensors[name]) if rows is None else rows.quantized()
+        return quantize_rows(self._tensors.stored(name)) if rows is None else rows.quantized()
 
     def _int4_rows(self, name: str) -> Int4Rows:
         packed = self._tensors.packed(name)

@@ -125,6 +125,23 @@ def test_half_precision_files_give_the_bits_of_fp32(weight_format: str, variant:
     assert results[0][1] == results[1][1]
 
 
+def test_layers_that_threads_pack_give_the_same_bits() -> None:
+    ids, results = random_ids(70), []
+    for num_threads in (1, 3):
+        weights = Rwkv7Weights(model_of("small"), Precision.INT8, num_threads=num_threads)
+        results.append(read_whole(Rwkv7Executor(model_of("small"), num_rows=1, weights=weights), ids))
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_of_several_bad_tensors_the_first_is_named() -> None:
+    tensors = random_tensors(SIZES["small"])
+    for layer in (2, 1):
+        tensors[f"blocks.{layer}.att.key.weight"][0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.att\.key\.weight holds a number that is not finite"):
+        Rwkv7Weights(Rwkv7Model(SIZES["small"], tensors), Precision.INT8, num_threads=3)
+
+
 @pytest.mark.parametrize("variant", NATIVE)
 def test_int8_files_are_packed_as_they_are(tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of their weights in fp32 that are rounded again."""

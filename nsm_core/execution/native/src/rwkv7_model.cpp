@@ -81,7 +81,11 @@ size_t all_bytes(const Rwkv7Shape& shape) {
 }  // namespace
 
 Rwkv7Model::Rwkv7Model(const Rwkv7Shape& given, const Kernels& chosen, const Rwkv7Kernels& chosen_own)
-    : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes(given)) {}
+    : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes(given)) {
+  for (int layer = 0; layer < shape.num_layers; ++layer)
+    for (int part = 0; part < NUM_MATRICES; ++part)
+      layers[layer].matrices[part].weights = arena_.take(part_bytes(shape, part, size_of(shape, layer, part)));
+}
 
 // Null: the part has another size.
 Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols) {
@@ -89,11 +93,8 @@ Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols) {
   const Size size = size_of(shape, layer, part);
   if (rows < 1 || rows != size.rows || cols != size.cols) return nullptr;
   Rwkv7Matrix& matrix = layers[layer].matrices[part];
-  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  if (matrix.weights == nullptr) matrix.weights = arena_.take(part_bytes(shape, part, size));
-  if (matrix.weights == nullptr) return nullptr;
   matrix.rows = rows, matrix.cols = cols;
-  matrix.by_row = Buffer<float>(padded);
+  matrix.by_row = Buffer<float>(static_cast<size_t>(tiles_of(rows)) * LANES);
   return &matrix;
 }
 
@@ -141,7 +142,7 @@ bool Rwkv7Model::set_floats(int layer, int part, const float* values, int count)
 bool Rwkv7Model::seal() const {
   for (int layer = 0; layer < shape.num_layers; ++layer) {
     for (int part = 0; part < NUM_MATRICES; ++part)
-      if (size_of(shape, layer, part).rows > 0 && matrix(layer, part).weights == nullptr) return false;
+      if (size_of(shape, layer, part).rows > 0 && matrix(layer, part).rows == 0) return false;
     for (int part = FIRST_NORM; part < NUM_RWKV7_PARTS; ++part)
       if (count_of(shape, layer, part) > 0 && floats(layer, part) == nullptr) return false;
   }

@@ -49,7 +49,7 @@ struct Rwkv7Weights {
 class Rwkv7Model {
  public:
   Rwkv7Model(const Rwkv7Shape& shape, const Kernels& kernels, const Rwkv7Kernels& own);
-  // False: the part does not have this size. `scale` [rows] of int8 weights.
+  // Each part once; threads may set several parts at a time. False: the part does not have this size. `scale` [rows] of int8 weights.
   bool set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
   bool set_int4(int layer, int part, const Int4Rows& weights, const float* scale, int rows, int cols);
   // Weights in the numbers that `shape.large` asks for; `bias` [rows], or null.
