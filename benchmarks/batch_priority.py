@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -26,14 +25,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.about import about_this_run
 from nsm_core.architectures import load_model
 from nsm_core.config import EngineLimits
 from nsm_core.engine.request import GenerationRequest, TokenEvent
 from nsm_core.execution.devices import engine_config
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.sampling.params import SamplingParams
-from nsm_lab.bench.machine import machine
-from nsm_lab.provenance import command_line, source_commit
 from service.backends.local import LocalBackend
 
 KINDS = ("alone", "behind", "beside")
@@ -95,8 +93,7 @@ async def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for row in rows:
         numbers = row["cpu_p50_ms"], row["cpu_p95_ms"], row["wall_p50_ms"], row["batch_tokens_per_s"]
         print(f"{row['kind']:>8}{numbers[0]:>19}{numbers[1]:>9}{numbers[2]:>13}{numbers[3]:>16}")
-    about = {"command": command_line(), "commit": source_commit(), "machine": machine(), "load": os.getloadavg()[0]}
-    result = {**about, "rows": rows}
+    result = {**about_this_run(), "rows": rows}
     print(json.dumps(result))
     return result
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.about import about_this_run
 from benchmarks.http_gpu import Load, ServerUnderTest, observe, served
-from nsm_lab.bench.machine import machine
-from nsm_lab.provenance import command_line, source_commit
 
 FIRST, GAPS = "nsm_time_to_first_token_seconds_sum", "nsm_inter_token_latency_seconds_sum"
 
@@ -41,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             first, gaps = (statistics.median(row[key] for row in found) for key in ("first", "gaps"))
             rows.append({"streams": number, "first": first, "gaps": gaps, "rounds": found})
             print(f"{number:>7}{first:>24.3f}{gaps:>23.3f}")
-    about = {"command": command_line(), "commit": source_commit(), "machine": machine(), "load": os.getloadavg()[0]}
-    result = {**about, "rows": rows}
+    result = {**about_this_run(), "rows": rows}
     print(json.dumps(result))
     return result
 

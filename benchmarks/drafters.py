@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.cpu_time import cpu_times
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.bundled import CHECKPOINTS
@@ -222,14 +223,8 @@ def compare(
 
 
 def cpu_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median over `repeats` runs, after one that is not counted."""
-    work()
-    times = []
-    for _ in range(repeats):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return 1e3 * float(np.median(times))
+    """The median."""
+    return 1e3 * float(np.median(cpu_times(work, repeats)))
 
 
 def measure_chunks(row: Row, prompt: list[int], repeats: int) -> dict[str, float]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about_this_run
 from benchmarks.http_gpu import HEAD, ROOT, Load, measure, row_of, served
-from nsm_lab.bench.machine import machine
-from nsm_lab.provenance import command_line, source_commit
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -58,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for name in servers:
             rows = taken[name][load.number]
             print(f"{name:<20}{row_of(load, {key: statistics.median(row[key] for row in rows) for key in rows[0]})}")
-    about = {"command": command_line(), "commit": source_commit(), "machine": machine(), "load": os.getloadavg()[0]}
-    result = {**about, "taken": taken}
+    result = {**about_this_run(), "taken": taken}
     print(json.dumps(result))
     return result
 

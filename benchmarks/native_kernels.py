@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from benchmarks.cpu_time import cpu_times
 from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import ModelConfig
 from nsm_core.execution.native.executor import NativeExecutor
@@ -35,14 +35,8 @@ OpenRows = Callable[[int], NativeExecutor]  # of so many rows
 
 
 def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median over `repeats` runs, after one that is not counted."""
-    work()
-    times = []
-    for _ in range(repeats):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return statistics.median(times)
+    """The median."""
+    return statistics.median(cpu_times(work, repeats))
 
 
 def matrix_executor(rows: int, cols: int, variant: str, precision: Precision = Precision.INT8) -> NativeExecutor:

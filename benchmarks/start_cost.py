@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about_this_run
 from benchmarks.peers.servers import DIRECT, HOST, START_S, STOP_S, free_port
 from nsm_core.errors import NsmError
 from nsm_lab.bench.builds import RUN, Build
-from nsm_lab.bench.machine import ProcessUse, machine
-from nsm_lab.provenance import command_line, source_commit
+from nsm_lab.bench.machine import ProcessUse
 
 ROOT = Path(__file__).parents[1]
 POLL_S = 0.01
@@ -95,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"{'':<10}" + "".join(f"{name:>12}" for name in COLUMNS))
     for name, rows in taken.items():
         print(f"{name:<10}" + "".join(f"{statistics.median(row[key] for row in rows):>12.2f}" for key in COLUMNS))
-    about = {"command": command_line(), "commit": source_commit(), "machine": machine(), "load": os.getloadavg()[0]}
-    result = {**about, "taken": taken}
+    result = {**about_this_run(), "taken": taken}
     print(json.dumps(result))
     return result
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nsm_core.tokenizer import BpeTokenizer, Tokenizer
-from service.backends.triton.dev_server import is_installed
+from service.backends.triton.dev_server import default_home
 from tests.support.control_groups import group_root
 from tests.support.counts import enable_soak, is_soak
 from tests.support.samples import sample_texts
@@ -120,7 +120,7 @@ def _missing() -> dict[str, str]:
         missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
     if shutil.which("buildah") is None or shutil.which("debootstrap") is None or os.geteuid() != 0:
         missing["image"] = "images are built as root with buildah and debootstrap; Debian has packages of these names"
-    if not is_installed():
+    if not (default_home() / ".ready").exists():
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not (Path(sys.prefix) / "perf-analyzer" / ".ready").exists():
         missing["perf_analyzer"] = "no perf_analyzer; scripts/perf-analyzer installs it where it can run"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
+from benchmarks.cpu_time import cpu_times
 from benchmarks.measured_model import MEASURED_MODEL
 from benchmarks.native_kernels import SHAPES, matrix_executor, open_executor
 from benchmarks.peers.figures import Figures
@@ -85,13 +85,3 @@ def fbgemm_gops(repeats: int) -> float:
         hidden = torch.randn(LARGE_TOKENS, cols)
         seconds = min(cpu_times(lambda: torch.ops.quantized.linear_dynamic(hidden, packed), repeats))
     return 2e-9 * rows * cols * LARGE_TOKENS / seconds
-
-
-def cpu_times(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each run, after one that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return times[1:]

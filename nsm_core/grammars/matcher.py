@@ -41,11 +41,6 @@ class TokenMatcher:
         """Whether the answer is whole and nothing may follow."""
         return bool(self.inner.is_stopped())
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the answer is whole, though more may follow."""
-        return bool(self.inner.is_accepting())
-
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens may follow, one after the other. The position stays."""
         return int(self.inner.validate_tokens(list(token_ids)))

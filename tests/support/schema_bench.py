@@ -112,7 +112,7 @@ class Bench:
             return False
         for token_id in ids:
             matcher.advance(token_id)
-        return matcher.is_complete or matcher.may_end
+        return bool(matcher.is_complete or matcher.inner.is_accepting())
 
     def _add_answers(self, one: Sample, grammar: Grammar) -> None:
         requests = [

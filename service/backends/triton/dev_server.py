@@ -26,11 +26,6 @@ def default_home() -> Path:
     return Path(sys.prefix) / "triton"
 
 
-def is_installed() -> bool:
-    """Whether `scripts/triton-server` did its work there."""
-    return (default_home() / ".ready").exists()
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
     """PEM files: the server's certificate and its key. `client_ca`: who signs those of clients; None asks for none."""

@@ -56,8 +56,8 @@ def plan_retention(
     `retained`: what the session has, oldest first; `newest`: its newest snapshot until now. While there are more than
     `max_retained`, or one that saves fewer than MIN_GAP_TOKENS, drop the one that leaves the smallest gap for its
     distance from the head. So, as long as only commits come, a gap between neighbours (the start and the head are two)
-    is at most one turn long, or MIN_GAP_TOKENS, or `gap_factor` times the distance of its later end plus
-    MIN_GAP_TOKENS.
+    is at most one turn long, or MIN_GAP_TOKENS, or in proportion to the distance of its later end plus MIN_GAP_TOKENS,
+    by a factor that the tests derive.
     """
     candidates = [one for one in (*retained, newest) if one is not None and one.position < position]
     while candidates:
@@ -68,10 +68,3 @@ def plan_retention(
         costs = [gap / (position - after + MIN_GAP_TOKENS) for gap, after in zip(gaps, positions[2:], strict=True)]
         candidates.pop(costs.index(min(costs)))
     return tuple(snapshot.version for snapshot in candidates)
-
-
-def gap_factor(position: int, max_retained: int) -> float:
-    """The factor of `plan_retention` for a head at `position`."""
-    # Were each of the max_retained + 1 candidates to leave a larger gap, distances from the head, counted from the
-    # newest candidate, would grow by more than 1 + factor with every second one, and so beyond the whole log.
-    return float((position / MIN_GAP_TOKENS + 1) ** (1 / ((max_retained + 1) // 2)) - 1)

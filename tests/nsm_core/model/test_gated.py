@@ -13,6 +13,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.model.segments import Segments
 from nsm_core.ops.short_conv.reference import short_conv_reference
 from nsm_core.state.spec import State
+from tests.support.gradients import require_every_gradient
 
 SHAPE = {"d_model": 16, "num_heads": 2, "num_memory_slots": 8, "write_top_k": 3, "num_layers": 1, "mlp_hidden": 32}
 
@@ -87,14 +88,7 @@ def test_unrouted_slot_keeps_its_bits(gate: str) -> None:
 def test_every_weight_gets_a_finite_gradient(gate: str) -> None:
     torch.manual_seed(0)
     model = NsmModel(ModelConfig(layer_pattern="G", gate=gate, gate_chunk=8, vocab_size=50, **SHAPE))
-    torch.nn.init.normal_(model.layers[0].mixer.out.weight, std=0.2)
-    torch.nn.init.normal_(model.layers[0].mlp.down.weight, std=0.2)
-    hidden, _ = model(torch.randint(50, (2, 30)), model.initial_state(2))
-    model.logits(hidden).logsumexp(-1).sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.any(), name
+    require_every_gradient(model)
 
 
 def parity_accuracy(**kind: object) -> float:

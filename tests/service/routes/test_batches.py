@@ -23,6 +23,12 @@ from tests.support.tenants import make_key, write_keys
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 BODY = {"prompt": "Hi", "max_tokens": 4}
+BODIES: dict[str, Any] = {  # by endpoint
+    "/v1/embeddings": {"input": "Hi"},
+    "/v1/completions": BODY,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hi"},
+}
 
 
 @pytest.fixture
@@ -52,14 +58,7 @@ async def content(server: Gateway, file_id: str | None) -> dict[str, dict[str, A
 
 
 async def test_each_line_is_answered_as_its_endpoint_answers(server: Gateway) -> None:
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    bodies: dict[str, Any] = {
-        "/v1/embeddings": {"input": "Hi"},
-        "/v1/completions": BODY,
-        "/v1/chat/completions": chat,
-        "/v1/responses": {"input": "Hi"},
-    }
-    for endpoint, body in bodies.items():
+    for endpoint, body in BODIES.items():
         made = await begin(server, input_of(*[body] * 3, url=endpoint), endpoint=endpoint, metadata={"a": "b"})
         batch = await ended(server, made)
         assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
@@ -280,16 +279,9 @@ async def test_the_oldest_batch_that_has_ended_makes_room(server: Gateway, monke
 
 async def test_the_engine_knows_which_requests_are_a_batchs() -> None:
     """On each endpoint; a live request beside them is none of them."""
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    bodies: dict[str, Any] = {
-        "/v1/embeddings": {"input": "Hi"},
-        "/v1/completions": BODY,
-        "/v1/chat/completions": chat,
-        "/v1/responses": {"input": "Hi"},
-    }
     backend = FakeBackend()
     async with gateway(backend, is_live=True) as server:
-        for endpoint, body in bodies.items():
+        for endpoint, body in BODIES.items():
             backend.requests.clear()
             await ended(server, await begin(server, input_of(body, url=endpoint), endpoint=endpoint))
             assert {request.is_background for request in backend.requests} == {True}

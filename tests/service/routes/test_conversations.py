@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,13 @@ import pytest
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.responses import PATH as RESPONSES
-from tests.support.responses import counts_of, get, log_of, read_stream, respond, session_ids, text_of
+from tests.support.responses import SCRIPT, counts_of, get, log_of, read_stream, respond, session_ids, text_of
+from tests.support.responses import backend as backend
+from tests.support.responses import server as server
 from tests.support.tenants import make_key, write_keys
 
 PATH = "/v1/conversations"
-SCRIPT = " It was"
 SAID = {"role": "user", "content": "said before"}
-
-
-@pytest.fixture
-def backend() -> FakeBackend:
-    return FakeBackend(SCRIPT)
-
-
-@pytest.fixture
-async def server(backend: FakeBackend) -> AsyncIterator[Gateway]:
-    async with gateway(backend) as opened:
-        yield opened
 
 
 async def converse(server: Gateway, **body: Any) -> str:

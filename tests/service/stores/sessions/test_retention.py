@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.stores.sessions.retention import MIN_GAP_TOKENS, RetainedSnapshot, gap_factor, plan_retention
+from service.stores.sessions.retention import MIN_GAP_TOKENS, RetainedSnapshot, plan_retention
 
 
 def at(version: int, position: int) -> RetainedSnapshot:
@@ -38,6 +38,13 @@ def test_never_more_than_asked_for_in_rising_order_and_before_the_head(turns: li
         assert len(retained) <= max_retained
         assert list(retained) == sorted(set(retained))
         assert all(0 < position < head for position in retained)
+
+
+def gap_factor(position: int, max_retained: int) -> float:
+    """Most that a gap may be of its distance, for a head at `position`."""
+    # Were each of the max_retained + 1 candidates to leave a larger gap, distances from the head, counted from the
+    # newest candidate, would grow by more than 1 + factor with every second one, and so beyond the whole log.
+    return float((position / MIN_GAP_TOKENS + 1) ** (1 / ((max_retained + 1) // 2)) - 1)
 
 
 @given(lengths, st.integers(1, 8))
