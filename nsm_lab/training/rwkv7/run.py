@@ -31,9 +31,9 @@ def train(config: Rwkv7TrainConfig) -> float:
     tokenizer = BpeTokenizer.load(config.tokenizer)
     cache = config.cache or config.out / "cache"
     splits = {name: tokenize_split(config.data, name, tokenizer, cache) for name in ("train", "val")}
-    for name, split in splits.items():
-        if len(split.ids) <= config.rows * config.seq_len:
-            raise ConfigError(f"the {name} split is smaller than one step")
+    need = f"{config.rows} rows of {config.seq_len} (--rows, --seq-len), which begin anywhere, need"
+    _require_tokens(splits["train"], (config.rows + 1) * config.seq_len + 2, need)
+    _require_tokens(splits["val"], config.seq_len + 2, f"a row of {config.seq_len} (--seq-len) needs")
     model = Rwkv7(tokenizer.vocab_size, config.width, config.layers).to(device)
     batches = _batches(splits["train"], config, device)
     _steps(model, batches, config)
@@ -44,6 +44,14 @@ def train(config: Rwkv7TrainConfig) -> float:
     save_file(named, config.out / WEIGHTS_FILE)
     tokenizer.save(config.out / TOKENIZER_FILE)
     return loss
+
+
+def _require_tokens(split: TokenizedSplit, num_tokens: int, need: str) -> None:
+    """Raises ConfigError where the split is shorter."""
+    if len(split.ids) < num_tokens:
+        raise ConfigError(
+            f"the {split.name} split has {len(split.ids)} tokens; {need} {num_tokens}: choose less, or a larger corpus"
+        )
 
 
 def _steps(model: Rwkv7, batches: Iterator[Tensor], config: Rwkv7TrainConfig) -> None:

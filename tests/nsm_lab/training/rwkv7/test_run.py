@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.rwkv7.loader import load_rwkv7
-from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_core.tokenizer import TOKENIZER_FILE, BpeTokenizer, Tokenizer
+from nsm_lab.training.data import Split, tokenize_split
 from nsm_lab.training.rwkv7.__main__ import main, parse
 from nsm_lab.training.rwkv7.model import Rwkv7
 from nsm_lab.training.rwkv7.run import train
 from tests.nsm_lab.training.conftest import WriteCorpus, make_texts
 
+REPOSITORY = Path(__file__).resolve().parents[4]
 SIZES = ["--width", "64", "--layers", "2", "--rows", "2", "--seq-len", "32"]
 
 
@@ -52,8 +55,38 @@ def test_sizes_that_no_run_can_have_are_refused(options: list[str], flag: str, v
         parse([*options, flag, value])
 
 
-def test_a_corpus_that_is_smaller_than_a_step_is_one_line(
+def num_tokens(options: list[str], split: Split) -> int:
+    config = parse(options)
+    return len(tokenize_split(config.data, split, BpeTokenizer.load(config.tokenizer), config.out / "cache").ids)
+
+
+def test_corpus_that_is_too_small_names_the_options_and_the_tokens(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    train_tokens, val_tokens = num_tokens(options, "train"), num_tokens(options, "val")
     assert main([*options, "--rows", "64", "--seq-len", "2048"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].endswith("split is smaller than one step")
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"the train split has {train_tokens} tokens; 64 rows of 2048 (--rows, --seq-len)" in line
+    assert f" need {65 * 2048 + 2}: " in line
+    length = val_tokens // 16 * 16 + 16
+    assert length * 2 < train_tokens
+    assert main([*options, "--rows", "1", "--seq-len", str(length)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"the val split has {val_tokens} tokens; a row of {length} (--seq-len) needs {length + 2}: " in line
+
+
+def test_smallest_corpus_of_some_rows_has_a_step(options: list[str]) -> None:
+    """Every row that a step asks for is in the text, wherever its epoch begins."""
+    length = 16
+    rows = (num_tokens(options, "train") - 2) // length - 1
+    assert train(parse([*options, "--rows", str(rows), "--seq-len", str(length), "--steps", "2"])) > 0
+
+
+def test_command_of_the_page_runs_on_the_sample(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("python -m nsm_lab.training.rwkv7 "))
+    tiny_tokenizer.save(tmp_path / TOKENIZER_FILE)
+    config = dataclasses.replace(
+        parse(command.split()[3:]), tokenizer=tmp_path / TOKENIZER_FILE, out=tmp_path / "out", steps=1
+    )
+    assert train(dataclasses.replace(config, data=REPOSITORY / config.data)) > 0
