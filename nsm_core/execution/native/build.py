@@ -57,6 +57,11 @@ def library_path() -> Path:
     return LIBRARIES / f"libnsm-{digest.hexdigest()[:16]}.so"
 
 
+def has_outdated() -> bool:
+    """Whether a library is there, of other sources alone: the code was updated after it was built."""
+    return not library_path().exists() and any(LIBRARIES.glob("libnsm-*.so"))
+
+
 def find_compiler() -> str | None:
     """CXX, or the first of the usual names that is there."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)

@@ -6,11 +6,14 @@ import ctypes
 import enum
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 
-from nsm_core.execution.native.build import library_path
+from nsm_core.execution.native.build import has_outdated, library_path
 
 logger = logging.getLogger("nsm.native")
+
+BUILD = "nsm_core.execution.native.build"
 
 MAX_HEAD_DIM = 256  # kernels.h
 MAX_SLOTS = 1024
@@ -114,6 +117,12 @@ def load_library() -> ctypes.CDLL | None:
         return None
     declare(library, _FUNCTIONS)
     return library
+
+
+def missing_reason() -> str:
+    """Why `load_library` gives None, with the command that helps."""
+    fault = "are of other sources than this version's" if has_outdated() else "were not built"
+    return f"the native kernels {fault}: {sys.executable} -m {BUILD} builds them, with a C++ compiler"
 
 
 def require_library() -> ctypes.CDLL:

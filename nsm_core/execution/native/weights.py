@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 import weakref
 from collections.abc import Mapping
 
@@ -19,6 +18,7 @@ from nsm_core.execution.native.library import (
     Part,
     Shape,
     load_library,
+    missing_reason,
     variants,
 )
 from nsm_core.execution.native.precision import Precision
@@ -33,14 +33,13 @@ from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import SoftmaxRouter
 from nsm_core.model.storage import StoredRows, quantize_rows
 
-BUILD = "nsm_core.execution.native.build"
 KINDS: dict[type, Kind] = {PulseMixer: Kind.SLOTS, WindowAttention: Kind.ATTENTION, KeyedMixer: Kind.KEYED}
 
 
 def native_unsupported_reason(model: object) -> str | None:
     """Why this model cannot run on the native kernels here, in words; None when it can."""
     if load_library() is None:
-        return f"the native kernels were not built: {sys.executable} -m {BUILD} builds them, with a C++ compiler"
+        return missing_reason()
     if type(model) is not NsmModel:
         return f"the native kernels run models of the class NsmModel, not {type(model).__name__}"
     if model.embedding.weight.device.type != "cpu":

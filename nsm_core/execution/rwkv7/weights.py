@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
+from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, missing_reason, variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
 from nsm_core.formats.int4_groups import Int4Rows, quantize_int4
@@ -25,7 +24,6 @@ from nsm_core.rwkv7.weights import CheckedTensors
 
 logger = logging.getLogger("nsm.execution")
 
-BUILD = "nsm_core.execution.native.build"
 LARGE = {
     Rwkv7Part.RECEPTANCE: "att.receptance.weight",
     Rwkv7Part.KEY: "att.key.weight",
@@ -64,7 +62,7 @@ ONCE = {
 def rwkv7_unsupported_reason(config: Rwkv7Config) -> str | None:
     """Why a model of these sizes cannot run on the native kernels here, in words; None when it can."""
     if load_rwkv7_library() is None:
-        return f"the native kernels were not built: {sys.executable} -m {BUILD} builds them, with a C++ compiler"
+        return missing_reason()
     for name in ("width", "head_size", "hidden"):
         if getattr(config, name) % LANES != 0:
             return f"the native kernels need a multiple of {LANES}: {name} is {getattr(config, name)}"

@@ -16,7 +16,7 @@ from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor, decide_executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
-from nsm_core.execution.native import library
+from nsm_core.execution.native import build, library
 from nsm_core.execution.native.executor import NativeExecutor, numerics
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import native_unsupported_reason
@@ -114,6 +114,21 @@ def test_X18_a_machine_without_kernels_still_runs_and_names_the_command_that_bui
     assert importlib.util.find_spec(module) is not None  # in a wheel too, where there is no make
     with pytest.raises(ConfigError, match="cannot run on the native executor: the native kernels were not built"):
         choose_executor(int8, "native")
+
+
+def test_X18_kernels_of_older_sources_are_told_apart_from_none(
+    int8: LoadedNsm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """After an update of the code that nothing has built."""
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    monkeypatch.setattr("nsm_core.execution.native.weights.load_library", library.load_library.__wrapped__)
+    (tmp_path / "libnsm-0123456789abcdef.so").touch()
+    assert choose_executor(int8).name == "eager"
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    fault = f"the native kernels are of other sources than this version's: {sys.executable} -m {build.__name__} builds"
+    assert fault in record.message
+    build.library_path().touch()
+    assert not build.has_outdated()
 
 
 @pytest.mark.parametrize("projector", ["direct", "hybrid"])
