@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, Header
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from nsm_core.hashing import identity
 
@@ -56,14 +56,19 @@ class Asset:
 
 
 def add_playground(app: FastAPI) -> None:
-    """The page at /, its scripts and styles under /playground/."""
+    """The page at /, which /playground leads to, its scripts and styles under /playground/."""
     read_assets()
-    for path, handler in ((PAGE_URL, page), (f"{ASSETS_URL}/{{name}}", asset)):
+    redirects = ((ASSETS_URL, to_page), (f"{ASSETS_URL}/", to_page))
+    for path, handler in ((PAGE_URL, page), *redirects, (f"{ASSETS_URL}/{{name}}", asset)):
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False, response_class=Response)
 
 
 async def page(if_none_match: IfNoneMatch = "") -> Response:
     return read_assets()[PAGE_NAME].response(if_none_match)
+
+
+async def to_page() -> Response:
+    return RedirectResponse(PAGE_URL)
 
 
 async def asset(name: str, if_none_match: IfNoneMatch = "") -> Response:

@@ -15,7 +15,9 @@ from service.tenants.tenants import Caller, Tenants
 from service.web.errors import answer
 from service.web.openapi import ASSETS_URL
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json", page.PAGE_URL})
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/docs", "/openapi.json", page.PAGE_URL, page.ASSETS_URL}
+)
 OPEN_FOLDERS = (f"{ASSETS_URL}/", f"{page.ASSETS_URL}/")
 METRICS_PATH = "/metrics"
 KEY_PROTOCOL = "openai-insecure-api-key."  # OpenAI's name

@@ -44,9 +44,16 @@ async def test_a_browser_that_has_a_file_gets_it_no_second_time() -> None:
         assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", tag)
 
 
-@pytest.mark.parametrize(
-    "path", ["/playground/", "/playground/nothing.js", "/playground/index.html", "/playground/%2e%2e/page.py"]
-)
+@pytest.mark.parametrize("path", ["/playground", "/playground/"])
+async def test_the_name_of_the_page_leads_to_it(path: str) -> None:
+    async with gateway(FakeBackend()) as server:
+        answer = await server.client.get(path)
+        assert (answer.status_code, answer.headers["location"]) == (307, "/")
+    async with gateway(FakeBackend(), playground=False) as server:
+        assert (await server.client.get(path)).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/playground/nothing.js", "/playground/index.html", "/playground/%2e%2e/page.py"])
 async def test_what_is_no_file_of_the_page_is_404(path: str) -> None:
     async with gateway(FakeBackend()) as server:
         answer = await server.client.get(path)

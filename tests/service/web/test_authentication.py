@@ -32,7 +32,6 @@ CLOSED = [
     "/v1/sessions",
     "/metrics",
     "/v1/nothing",
-    "/playground",
     "/docs/",
     "/health/",
     "/openapi.json/x",
@@ -90,6 +89,7 @@ async def test_health_and_documentation_are_open_and_all_else_is_closed(keys_fil
     async with keyed(keys_file, acme, acme="") as server:
         for path in OPEN:
             assert (await server.client.get(path)).status_code == 200, path
+        assert (await server.client.get("/playground")).headers["location"] == "/"
         for path in CLOSED:
             for method in ("GET", "HEAD", "POST", "OPTIONS", "DELETE"):
                 assert (await server.client.request(method, path)).status_code == 401, (method, path)
