@@ -1,4 +1,4 @@
-"""What whoever serves a model may tell of it. No torch here: a gateway whose models run elsewhere uses it too."""
+"""What a server reports of its model. No torch here: a gateway whose models run elsewhere uses it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain numbers the engine knows, for whoever publishes them."""
+"""The engine's figures as plain numbers, for metrics."""
 
 from __future__ import annotations
 

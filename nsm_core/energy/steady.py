@@ -1,4 +1,4 @@
-"""A counter that moves in jumps, and is looked at now and then, as if it rose steadily."""
+"""Interpolates a counter that moves in jumps and is read at intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine without requests gives back to the system."""
+"""An idle engine gives memory back to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a request whose engine tells ids alone."""
+"""The text of a request whose engine sends token ids without text."""
 
 from __future__ import annotations
 

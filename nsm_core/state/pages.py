@@ -1,4 +1,4 @@
-"""Memory of states that the system gives when it is first written to, and takes back when no state is there."""
+"""Memory for states: the system commits pages at their first write, and has them back when no state uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state at rest in fewer bytes, with loss: half precision, or int8 with one scale for each row of values. No torch.
+"""Stored states in fewer bytes, with loss: half precision, or int8 with one scale for each row of values. No torch.
 
 For storage only. A recurrence that runs on rounded states adds one rounding error per token (docs/model.md).
 

@@ -1,4 +1,4 @@
-"""What became of the calls for tokens, and how long they took, whoever called: gateways and other clients of Triton."""
+"""Outcomes and durations of calls for tokens, from gateways and from other clients of Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker takes of one call. A client that cannot be seen leaving must give its slot back all the same."""
+"""Limits of one call to a worker. They free the slot of a client whose leaving Triton does not report."""
 
 from __future__ import annotations
 

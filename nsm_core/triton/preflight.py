@@ -1,4 +1,4 @@
-"""What would keep a Triton server from starting, found before it has loaded a model for it."""
+"""Checks before a Triton server loads a model: everything that would keep it from starting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as it is kept: the object that clients see, and who runs it."""
+"""A batch as it is stored: the object that clients see, and its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds batches that nobody runs, takes them and runs them, beside everything else that a gateway does."""
+"""Finds batches without an owner, takes them and runs them beside a gateway's other work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nsm info`: which model, which numbers, which store."""
+"""`nsm info`: the model, its numerics class, the store."""
 
 from __future__ import annotations
 

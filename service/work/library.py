@@ -1,4 +1,4 @@
-"""Works in the record store: each a document, one list of each tenant's, and one of all that have not ended."""
+"""Long work in the record store: a document each, one list of each tenant's, and one of all that have not ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds works that nobody runs, takes them and runs them, beside everything else that a gateway does."""
+"""Finds long work without an owner, takes it and runs it beside a gateway's other work."""
 
 from __future__ import annotations
 

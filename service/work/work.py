@@ -1,4 +1,4 @@
-"""A work as it is kept: the object that clients see, and who runs it."""
+"""Long work as it is stored: the object that clients see, and its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the worker of a Triton server is well: its own word and its own steps, not Triton's."""
+"""Health of a Triton server's worker, by its own answers and steps, not by Triton's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS between this process and Triton servers: what gRPC needs, read from PEM files that were found to be of use."""
+"""TLS between this process and Triton servers: gRPC's credentials, from PEM files that were checked."""
 
 from __future__ import annotations
 

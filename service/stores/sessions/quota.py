@@ -1,4 +1,4 @@
-"""A store in which no tenant creates more than it may, whoever asks."""
+"""A store in which no tenant creates more than its quota."""
 
 from __future__ import annotations
 
