@@ -45,17 +45,7 @@ async def copy_at(
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     marks = marks_up_to(copy.marks, num_log_tokens)
     if not marks:
-        head = dataclasses.replace(
-            copy.head,
-            version=0,
-            position=0,
-            num_log_tokens=0,
-            snapshot_version=0,
-            snapshot_position=0,
-            snapshot_bytes=0,
-            energy_joules=0.0,
-        )
-        return SessionCopy(head=head, snapshot=None, log_ids=(), marks=())
+        return SessionCopy(head=_empty(copy.head), snapshot=None, log_ids=(), marks=())
     log_ids = copy.log_ids[:num_log_tokens]
     end, rounding = await _state_after(
         backend, store, copy.head, marks, log_ids, request_id=request_id, deadline=deadline
@@ -78,6 +68,20 @@ async def copy_at(
         energy_joules=0.0,
     )
     return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)
+
+
+def _empty(head: SessionHead) -> SessionHead:
+    """As before the session's first turn."""
+    return dataclasses.replace(
+        head,
+        version=0,
+        position=0,
+        num_log_tokens=0,
+        snapshot_version=0,
+        snapshot_position=0,
+        snapshot_bytes=0,
+        energy_joules=0.0,
+    )
 
 
 async def _state_after(
