@@ -126,8 +126,18 @@ def slot_scan_with_reads(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     return out, state, read.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : out.shape[1]]
 
 
+def _in_one_type(inputs: ScanInputs) -> ScanInputs:
+    """q, k and v in the type of the decays: matrices come in bf16 where kernels of other sizes compute in it. Autocast
+    does that by itself."""
+    if torch.is_autocast_enabled(inputs.v.device.type):
+        return inputs
+    tokens = {name: value.to(inputs.log_decay.dtype) for name, value in inputs.tokens.items()}
+    return dataclasses.replace(inputs, **tokens)
+
+
 def _scan_chunks(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """The reads [B,T,H,K], the state after the last token, and the read weights [B,H,N,C,M]."""
+    inputs = _in_one_type(inputs)
     v, log_decay, read_bias, active = inputs.v, inputs.log_decay, inputs.read_bias, inputs.active
     num_tokens, head_dim = v.shape[1], v.shape[-1]
     chunk_len = CHUNK_LEN if inputs.reset is not None else _chunk_len_for(num_tokens)

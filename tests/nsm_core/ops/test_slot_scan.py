@@ -74,6 +74,16 @@ def test_a_document_start_forgets_everything_before_it(reset: list[list[bool]], 
     assert state[starts_at_once].isfinite().all()
 
 
+def test_chunks_read_tokens_in_bf16_beside_decays_in_fp32() -> None:
+    torch.manual_seed(5)
+    inputs = make_inputs(2, 70, torch.float32)
+    halved = {name: inputs[name].bfloat16() for name in ("q", "k", "v")}
+    widened = {name: value.float() for name, value in halved.items()}
+    got, want = (slot_scan_chunked(ScanInputs(**{**inputs, **tokens})) for tokens in (halved, widened))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
 def test_step_equals_reference() -> None:
     inputs = make_inputs(4, 20, torch.float64)
     want, want_state = slot_scan_reference(ScanInputs(**inputs))
