@@ -78,7 +78,9 @@ ARMS: dict[str, dict[str, str]] = {
     "layers": {
         "keyed slots": "",
         # two heads of 256 x 256 numbers are as many as eight of 128 x 128; the feed-forward parts make up for weights
-        "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776 --no-compile",
+        "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776",
+        # heads as published: a quarter of the numbers
+        "RWKV-7, heads of 64": "--layer-pattern rrrW --mlp-hidden 1776",
     },
 }
 PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4

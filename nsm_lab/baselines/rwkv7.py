@@ -14,6 +14,7 @@ from nsm_core.ops.short_conv.reference import next_tail
 from nsm_core.state.spec import State
 from nsm_lab.baselines.baseline import Baseline, linear, silenced, zero_linear
 from nsm_lab.baselines.delta_rule import delta_rule
+from nsm_lab.baselines.rwkv7_scan.operator import has_kernel, scan_kernel
 
 RANK = 32  # of the small networks behind decay and learning rate, as in the published models up to width 768
 GATE_RANK = 64
@@ -59,7 +60,7 @@ class Rwkv7(Baseline):
         mixed = x + (shifted - x) * self.mix.to(x.dtype)[:, None, None]  # [6,B,T,d]
         tokens = self._tokens(mixed, state["matrix"].dtype, valid_tokens(x.shape[1], segments))
         with torch.autocast(x.device.type, enabled=False):
-            y, matrix = delta_rule(**tokens, state=state["matrix"], reset=segments.reset)
+            y, matrix = _scan(tokens, state["matrix"], segments.reset)
             bonus = (tokens["r"] * tokens["k"] * self.bonus).sum(-1, keepdim=True) * tokens["v"]
             normed = F.layer_norm(y, (self.head_dim,), eps=NORM_EPS).flatten(-2) * self.out_norm + self.out_bias
             read = normed + bonus.flatten(-2)
@@ -84,3 +85,12 @@ class Rwkv7(Baseline):
 
     def _in_heads(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, -1, (self.heads, self.head_dim))
+
+
+def _scan(tokens: dict[str, Tensor], state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `delta_rule`, which computes it where the kernels do not."""
+    if not has_kernel(tokens["r"]):
+        return delta_rule(**tokens, state=state, reset=reset)
+    r, k, v = tokens["r"], tokens["k"], tokens["v"]
+    w, removed = tokens["log_w"].exp(), -tokens["a"]
+    return scan_kernel(r=r, w=w, k=k, v=v, removed=removed, added=tokens["b"], state=state, reset=reset)

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
+from nsm_lab.baselines.rwkv7_scan.operator import CHUNK_TOKENS
 from nsm_lab.training.rwkv7.model import HEAD_SIZE
-from nsm_lab.training.rwkv7.scan import CHUNK_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,27 +13,34 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 16
+FLAGGED = 64  # tokens for each flag of `reset`
 COLUMNS = 32  # of a head's state, to a program
-NUM_WARPS = 2
+NUM_WARPS = {32: 2, 64: 2, 128: 4, 256: 8}  # by the width of a head
 
 
 @triton.jit
 def _forward(
-    r, w, k, v, a, b, y, found, states, num_tokens,
-    H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    r, w, k, v, a, b, start, reset, y, found, states, last, num_tokens,
+    H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FLAGGED: tl.constexpr,
+    RESET: tl.constexpr,
 ):  # fmt: skip
-    """y and found = a^T S, both [B,T,H,K]; states [B H, T / CHUNK, K, K]: before each chunk. The next token is read
-    while this one is computed."""
-    row = tl.program_id(0)
+    """y and found = a^T S, both [B,T,H,K]; states [B H, T / CHUNK, K, K]: before each chunk. start and last [B,H,K,K].
+    reset [B, T / FLAGGED]: the state is zero there. The next token is read while this one is computed."""
+    row = tl.program_id(0).to(tl.int64)
     keys, values = tl.arange(0, K), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = (row // H) * num_tokens * H * K + (row % H) * K
-    held = tl.zeros((K, COLUMNS), tl.float32)
+    cells = keys[:, None] * K + values[None, :]
+    held = tl.load(start + row * K * K + cells)
     r_t, w_t, k_t = tl.load(r + here + keys), tl.load(w + here + keys), tl.load(k + here + keys)
     a_t, b_t, v_t = tl.load(a + here + keys), tl.load(b + here + keys), tl.load(v + here + values)
     for t in range(num_tokens):
         if t % CHUNK == 0:
-            chunk = row * (num_tokens // CHUNK) + t // CHUNK
-            tl.store(states + (chunk * K + keys[:, None]) * K + values[None, :], held)
+            if RESET:
+                is_start = (tl.load(reset + (row // H) * (num_tokens // FLAGGED) + t // FLAGGED) != 0) & (
+                    t % FLAGGED == 0
+                )
+                held = tl.where(is_start, 0.0, held)
+            tl.store(states + (row * (num_tokens // CHUNK) + t // CHUNK) * K * K + cells, held)
         after = here + H * K
         of_keys, of_values = (t + 1 < num_tokens) & (keys < K), (t + 1 < num_tokens) & (values < K)
         r_n, w_n = tl.load(r + after + keys, mask=of_keys), tl.load(w + after + keys, mask=of_keys)
@@ -44,22 +51,25 @@ def _forward(
         tl.store(found + here + values, seen)
         tl.store(y + here + values, tl.sum(held * r_t[:, None], axis=0))
         r_t, w_t, k_t, a_t, b_t, v_t, here = r_n, w_n, k_n, a_n, b_n, v_n, after
+    tl.store(last + row * K * K + cells, held)
 
 
 @triton.jit
 def _backward(
-    r, w, k, v, a, b, d_y, found, states, d_r, d_w, d_k, d_v, d_a, d_b, num_tokens, size,
-    H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    r, w, k, v, a, b, reset, d_y, d_last, found, states, d_r, d_w, d_k, d_v, d_a, d_b, d_start, num_tokens, size,
+    H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, FLAGGED: tl.constexpr,
+    RESET: tl.constexpr,
 ):  # fmt: skip
-    """d_v [B,T,H,K]; the other gradients [programs of a head, B,T,H,K], of which each program writes its part."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    """d_v [B,T,H,K], d_start [B,H,K,K]; the other gradients [programs of a head, B,T,H,K], of which each program writes
+    its part."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, values = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     first = (row // H) * num_tokens * H * K + (row % H) * K
     own = part.to(tl.int64) * size
-    grad = tl.zeros((K, COLUMNS), tl.float32)
+    cells = keys[:, None] * K + values[None, :]
+    grad = tl.load(d_last + row * K * K + cells)
     for chunk in range(num_tokens // CHUNK - 1, -1, -1):
-        index = row * (num_tokens // CHUNK) + chunk
-        held = tl.load(states + (index * K + keys[:, None]) * K + values[None, :])
+        held = tl.load(states + (row * (num_tokens // CHUNK) + chunk) * K * K + cells)
         for step in range(CHUNK):  # to the end of the chunk
             here = first + (chunk * CHUNK + step) * H * K
             w_t, k_t, b_t = tl.load(w + here + keys), tl.load(k + here + keys), tl.load(b + here + keys)
@@ -80,27 +90,44 @@ def _backward(
             d_seen = -tl.sum(grad * b_t[:, None], axis=0)
             tl.store(d_a + own + here + keys, tl.sum(held * d_seen[None, :], axis=1))
             grad = grad * w_t[:, None] + a_t[:, None] * d_seen[None, :]
+        if RESET:
+            at = chunk * CHUNK
+            is_start = (tl.load(reset + (row // H) * (num_tokens // FLAGGED) + at // FLAGGED) != 0) & (
+                at % FLAGGED == 0
+            )
+            grad = tl.where(is_start, 0.0, grad)
+    tl.store(d_start + row * K * K + cells, grad)
 
 
-def run_forward(inputs: list[Tensor]) -> list[Tensor]:
-    """inputs: r, w, k, v, a, b, each [B,T,H,K] fp32 and contiguous -> y, found, states."""
+def run_forward(inputs: list[Tensor], start: Tensor, reset: Tensor | None) -> list[Tensor]:
+    """inputs: r, w, k, v, a, b, each [B,T,H,K] fp32 and contiguous; start [B,H,K,K]; reset [B, T / FLAGGED] uint8.
+
+    Returns y, found, states and the state after the last token.
+    """
     batch, num_tokens, heads, width = inputs[0].shape
-    y, found = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
-    states = inputs[0].new_empty(batch * heads, num_tokens // CHUNK, width, width)
+    y, found, last = torch.empty_like(inputs[0]), torch.empty_like(inputs[0]), torch.empty_like(start)
+    states = start.new_empty(batch * heads, num_tokens // CHUNK, width, width)
     _forward[batch * heads, width // COLUMNS](
-        *inputs, y, found, states, num_tokens, H=heads, K=width, COLUMNS=COLUMNS, CHUNK=CHUNK, num_warps=NUM_WARPS
+        *inputs, start, reset, y, found, states, last, num_tokens, **_constants(heads, width, reset)
     )
-    return [y, found, states]
+    return [y, found, states, last]
 
 
-def run_backward(inputs: list[Tensor], d_y: Tensor, found: Tensor, states: Tensor) -> list[Tensor]:
-    """Gradients of `inputs`, in their order."""
+def run_backward(
+    inputs: list[Tensor], reset: Tensor | None, d_y: Tensor, d_last: Tensor, found: Tensor, states: Tensor
+) -> list[Tensor]:
+    """Gradients of `inputs`, in their order, and of the start."""
     batch, num_tokens, heads, width = inputs[0].shape
     parts = width // COLUMNS
     d_r, d_w, d_k, d_a, d_b = (d_y.new_empty(parts, *d_y.shape) for _ in range(5))
-    d_v = torch.empty_like(d_y)
+    d_v, d_start = torch.empty_like(d_y), torch.empty_like(d_last)
     _backward[batch * heads, parts](
-        *inputs, d_y, found, states, d_r, d_w, d_k, d_v, d_a, d_b, num_tokens, d_y.numel(),
-        H=heads, K=width, COLUMNS=COLUMNS, CHUNK=CHUNK, num_warps=NUM_WARPS,
+        *inputs, reset, d_y, d_last, found, states, d_r, d_w, d_k, d_v, d_a, d_b, d_start, num_tokens, d_y.numel(),
+        **_constants(heads, width, reset),
     )  # fmt: skip
-    return [d_r.sum(0), d_w.sum(0), d_k.sum(0), d_v, d_a.sum(0), d_b.sum(0)]
+    return [d_r.sum(0), d_w.sum(0), d_k.sum(0), d_v, d_a.sum(0), d_b.sum(0), d_start]
+
+
+def _constants(heads: int, width: int, reset: Tensor | None) -> dict[str, object]:
+    sizes = {"H": heads, "K": width, "COLUMNS": COLUMNS, "CHUNK": CHUNK, "FLAGGED": FLAGGED}
+    return {**sizes, "RESET": reset is not None, "num_warps": NUM_WARPS[width]}
