@@ -127,7 +127,10 @@ def core_messages(messages: Sequence[Message], template: ChatTemplate, tools: Se
 class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, StateFields):
     """Messages in, the assistant's next message out."""
 
-    ignored = {name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"}  # noqa: RUF012
+    ignored = {  # noqa: RUF012
+        **{name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"},
+        "include": list,
+    }
     unsupported = {  # noqa: RUF012
         name: values for name, values in UNSUPPORTED.items() if name not in ("tools", "tool_choice")
     }

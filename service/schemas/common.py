@@ -47,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "moderation": (),
-    "reasoning_effort": ("none",),
     "verbosity": (),
 }
 

@@ -15,13 +15,25 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 
 KIND_NAMES: Mapping[type, str] = {
-    str: "a string", int: "an integer", bool: "a boolean (true or false)", dict: "a JSON object"
+    str: "a string", int: "an integer", bool: "a boolean (true or false)", dict: "a JSON object", list: "a list"
 }  # fmt: skip
 NONE: Mapping[str, type] = MappingProxyType({})
 # Of all generation bodies
 COMMON: Mapping[str, type] = MappingProxyType(
     {"user": str, "service_tier": str, "safety_identifier": str, "prompt_cache_key": str,
-     "prompt_cache_retention": str, "prompt_cache_options": dict, "parallel_tool_calls": bool}
+     "prompt_cache_retention": str, "prompt_cache_options": dict, "parallel_tool_calls": bool, "reasoning": dict,
+     "reasoning_effort": str}
+)  # fmt: skip
+# Hints for models that have such a dial
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"effort": EFFORTS, "summary": ("auto", "concise", "detailed")}
+)
+# Parts of items that no answer of this server has
+INCLUDED = (
+    "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "web_search_call.results",
 )  # fmt: skip
 
 
@@ -35,6 +47,33 @@ def check_ignored(name: str, value: Any, kind: type) -> None:
                 param = f"metadata.{key}"
                 raise InvalidRequest(f"{quoted(param)} must be a string, got {shown(text)}", param=param)
         check_metadata(value)
+    elif name == "reasoning_effort":
+        _check_one_of(EFFORTS, value, name)
+    elif name == "reasoning" and isinstance(value, dict):
+        _check_reasoning(value)
+    elif name == "include" and isinstance(value, list):
+        _check_included(value)
+
+
+def _check_reasoning(reasoning: dict[str, Any]) -> None:
+    for name, value in reasoning.items():
+        param = f"reasoning.{name}"
+        if name not in REASONING:
+            raise InvalidRequest(f"unknown field {quoted(param)}", param=param, code="unknown_parameter")
+        if value is not None:
+            _check_one_of(REASONING[name], value, param)
+
+
+def _check_included(names: list[Any]) -> None:
+    for name in names:
+        if name not in INCLUDED:
+            message = f"include: {shown(name)} is not supported by this server"
+            raise InvalidRequest(message, param="include", code="unsupported_parameter")
+
+
+def _check_one_of(known: tuple[str, ...], value: Any, param: str) -> None:
+    if value not in known:
+        raise InvalidRequest(f"{param} must be one of {', '.join(known)}, got {shown(value)}", param=param)
 
 
 def check_metadata(metadata: dict[str, str]) -> dict[str, str]:

@@ -35,10 +35,9 @@ CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
 IGNORED: Mapping[str, type] = {
     **{name: kind for name, kind in ignored_fields.COMMON.items() if name != "parallel_tool_calls"},
     "max_tool_calls": int,
+    "include": list,
 }
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "include": ([],),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
     "prompt": (),
     "top_logprobs": (0,),
     "logprobs": (False, 0),

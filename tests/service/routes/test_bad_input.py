@@ -83,7 +83,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], list[str]]] = [
     ({"metadata": {"a": 1}}, ["'metadata.a' must be a string, got 1"]),
     ({"metadata": {str(n): "" for n in range(17)}}, ["at most 16 pairs, got 17"]),
     ({"suffix": "end"}, ["not supported", '"end"']),
-    ({"reasoning_effort": "high"}, ["not supported", '"high"']),
+    ({"reasoning_effort": "huge"}, ["reasoning_effort must be one of", '"huge"']),
     ({"temprature": 0.5}, ["unknown field", "temprature", "did you mean temperature?"]),
     ({"x" * 1000: 1}, ["unknown field"]),
 ]

@@ -134,8 +134,13 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ),
     ({"tools": [{"type": "function"}]}, "tools[0].name", ["null"]),
     ({"tool_choice": "required"}, "tool_choice", ["needs tools"]),
-    ({"reasoning": {"effort": "high"}}, "reasoning", ["not supported"]),
-    ({"include": ["message.output_text.logprobs"]}, "include", ["not supported"]),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", ["xhigh", '"huge"']),
+    ({"reasoning": {"summary": True}}, "reasoning.summary", ["detailed", "true"]),
+    ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", ["unknown field"]),
+    ({"reasoning": "high"}, "reasoning", ["must be a JSON object"]),
+    ({"include": ["message.output_text.logprobs"]}, "include", ["not supported", "output_text.logprobs"]),
+    ({"include": [["x"]]}, "include", ["not supported"]),
+    ({"include": "x"}, "include", ["must be a list"]),
     ({"top_logprobs": 3}, "top_logprobs", ["not supported"]),
     ({"top_logprobs": False}, "top_logprobs", ["not supported", "false"]),
     ({"n": True}, "n", ["not supported", "true"]),
@@ -179,6 +184,21 @@ async def test_what_wishes_for_nothing_is_accepted(server: Gateway) -> None:
         "safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto", "max_tool_calls": 3,
     }  # fmt: skip
     assert (await respond(server, **body))["truncation"] == "auto"
+
+
+async def test_hints_about_reasoning_change_nothing(server: Gateway) -> None:
+    """As clients of reasoning models send them."""
+    hints = {
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "reasoning_effort": "low",
+        "include": ["reasoning.encrypted_content"],
+    }
+    plain, hinted = await respond(server, seed=1), await respond(server, seed=1, **hints)
+    assert hinted["output"][0]["content"] == plain["output"][0]["content"]
+    assert hinted["reasoning"] == {"effort": None, "summary": None}
+    body = {"messages": [{"role": "user", "content": "x"}], "seed": 1}
+    answers = [await server.client.post("/v1/chat/completions", json={**body, **more}) for more in ({}, hints)]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
 
 
 async def test_L6_a_response_of_another_tenant_does_not_exist(tmp_path: Path) -> None:
