@@ -128,7 +128,7 @@ struct KeyedWork {
   void* state;     // [slots, width], advanced in place
   bool is_half;    // see SlotWork
   float* scratch;  // [tokens, keyed_scratch(slots, width)]
-  float* columns;  // scratch [slots, MAX_KEYED_COLUMNS], of whatever numbers the state has
+  float* columns;  // scratch [slots, MAX_KEYED_COLUMNS]
   float* out;      // [tokens, heads * width]
   const void* next_state;  // see SlotWork
 };
