@@ -69,7 +69,8 @@ class SnapshotHeader:
     session's version this snapshot is; `parent`: the version it came from. `created_at`: unix seconds. `stored_dtype`:
     what the state's numbers are at rest, whatever `layout` says that they are while it runs; `rounded_to`: the coarsest
     dtype that this state, or one that it was computed from, was at rest in. float32: it is what its log makes it.
-    `energy_joules`: of all turns that led here, as far as it was measured.
+    `energy_joules`: of all turns that led here, as far as it was measured. `earlier_numerics`: the classes besides
+    `numerics` that computed a part of what led here, in order of their names; not in the bytes where there are none.
     """
 
     model_fingerprint: str
@@ -87,11 +88,16 @@ class SnapshotHeader:
     parent: int
     created_at: float
     energy_joules: float = 0.0
+    earlier_numerics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("model_fingerprint", "numerics", "tokenizer_fingerprint", "tenant", "session_id"):
             value = getattr(self, name)
             require(is_text(value), f"{name} {value!r}")
+        for value in self.earlier_numerics:
+            require(is_text(value) and value != self.numerics, f"earlier numerics {value!r}")
+        is_ordered = list(self.earlier_numerics) == sorted(set(self.earlier_numerics))
+        require(is_ordered, "the earlier numerics are not in order")
         for name in ("stored_dtype", "rounded_to"):
             value = getattr(self, name)
             is_known = is_text(value) and value in FORMATS
@@ -128,6 +134,8 @@ class SnapshotHeader:
     def to_json(self) -> bytes:
         """Canonical: equal headers have equal bytes."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.earlier_numerics:
+            del fields["earlier_numerics"]
         fields["layout"] = [dataclasses.asdict(tensor) for tensor in self.layout]
         fields["sampler"] = {
             "seed": self.sampler.seed,
@@ -143,8 +151,11 @@ class SnapshotHeader:
         except (ValueError, RecursionError) as error:
             raise SnapshotCorrupt("snapshot refused: the header is not JSON") from error
         names = {field.name for field in dataclasses.fields(cls)}
-        is_complete = isinstance(fields, dict) and set(fields) == names
+        is_complete = isinstance(fields, dict) and set(fields) | {"earlier_numerics"} == names
         require(is_complete, "the header does not have the fields of its format")
+        earlier = fields.get("earlier_numerics", [])
+        require(isinstance(earlier, list), "the earlier numerics are not a list")
+        fields["earlier_numerics"] = tuple(earlier)
         require(isinstance(fields["layout"], list), "the layout is not a list")
         fields["layout"] = parse_layout(fields["layout"])
         fields["sampler"] = _parse_sampler(fields["sampler"])

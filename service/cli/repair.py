@@ -111,7 +111,7 @@ class Report:
 
     def __init__(self, backend: InferenceBackend, tolerances: Mapping[StateFormat, float]) -> None:
         self.counts: Counter[str] = Counter()
-        self._fingerprint = backend.model.fingerprint
+        self._fingerprint, self._numerics = backend.model.fingerprint, backend.model.numerics
         self._tolerances = tolerances
         self._compared: Counter[StateFormat] = Counter()
         self._differences: dict[StateFormat, float] = {}  # the largest, of those that are the same
@@ -141,7 +141,9 @@ class Report:
 
     def show(self) -> None:
         for verified in self._odd:
-            print(printable(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified)}"))
+            print(
+                printable(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified, self._numerics)}")
+            )
         closest = "".join(
             f", {_stored_in(form)}differing by at most {size:.2g}" for form, size in self._differences.items()
         )
@@ -158,6 +160,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {
             "model_fingerprint": self._fingerprint,
+            "numerics": self._numerics,
             "num_sessions": self.num_sessions,
             "num_log_tokens": self._num_tokens,
             "counts": {verdict: self.counts[verdict] for verdict in VERIFIED},
@@ -182,11 +185,23 @@ def _title(name: SessionKey) -> str:
     return f"{name.tenant}/{name.session_id}"
 
 
-def _because(verified: Verified) -> str:
+def _because(verified: Verified, running: str) -> str:
+    """`running`: the numerics class that states are derived with."""
     reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
     reasons += [] if verified.damage is None else [str(verified.damage)]
-    reasons += [] if verified.numerics is None else [f"made by {verified.numerics}"]
+    reasons += _of_classes(verified, running)
     return ": " + "; ".join(reasons) if reasons else ""
+
+
+def _of_classes(verified: Verified, running: str) -> list[str]:
+    """The numerics classes that made the state, where they are not only the running one."""
+    newest = verified.numerics or running
+    if verified.earlier_numerics:
+        before = " and ".join(verified.earlier_numerics)
+        return [f"begun by {before}, made by {newest}, verified as {running}: it differs under each of them"]
+    if verified.numerics is None:
+        return []
+    return [f"made by {newest}, verified as {running}: set NSM_EXECUTOR to the executor of the former"]
 
 
 def _to_json(verified: Verified) -> dict[str, Any]:
@@ -197,6 +212,7 @@ def _to_json(verified: Verified) -> dict[str, Any]:
         "num_log_tokens": verified.num_log_tokens,
         "rounded_to": None if verified.rounding is None else verified.rounding.value,
         "numerics": verified.numerics,
+        "earlier_numerics": list(verified.earlier_numerics),
         "damage": None if verified.damage is None else str(verified.damage),
         "divergences": [
             {"what": found.what, "detail": found.detail, "difference": found.difference}

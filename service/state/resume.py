@@ -148,6 +148,14 @@ class ResumedSession:
         return None if self.replay is not None or numerics in ("", self.model.numerics) else numerics
 
     @property
+    def _earlier_numerics(self) -> tuple[str, ...]:
+        """The classes that computed what the turn starts from, without the one that runs."""
+        if self.snapshot is None:
+            return ()
+        header = self.snapshot.header
+        return tuple(sorted({header.numerics, *header.earlier_numerics} - {self.model.numerics}))
+
+    @property
     def energy_joules(self) -> float:
         """Of all turns before this one, as far as it is known."""
         if self.head.energy_joules:
@@ -269,6 +277,7 @@ class ResumedSession:
             parent=self.head.version + num_versions - 1,
             created_at=created_at,
             energy_joules=self.energy_joules + joules,
+            earlier_numerics=self._earlier_numerics,
         )
         return Snapshot(header, end.state, held=end.held)
 

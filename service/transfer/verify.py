@@ -55,7 +55,8 @@ class Verified:
 
     `num_log_tokens`: how many were read again. `rounding`: the coarsest format that the state, or one before it, was
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
-    `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more.
+    `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more. So they
+    may with `earlier_numerics`: other classes than `numerics` that computed a part of what led to it.
     `damage`: the part that cannot be read, and the reason.
     """
 
@@ -66,6 +67,7 @@ class Verified:
     difference: float = 0.0
     divergences: tuple[Divergence, ...] = ()
     numerics: str | None = None
+    earlier_numerics: tuple[str, ...] = ()
     damage: NsmError | None = None
 
 
@@ -118,6 +120,7 @@ async def _verify_copy(
         difference=difference,
         divergences=tuple(divergences),
         numerics=None if numerics == backend.model.numerics else numerics,
+        earlier_numerics=snapshot.header.earlier_numerics,
     )
 
 

@@ -71,6 +71,19 @@ def test_the_byte_format_is_this_one() -> None:
     assert encoded == GOLDEN + bytes.fromhex("6c652b753276f261cd19117bb603035a")
 
 
+def test_earlier_numerics_are_in_the_bytes_where_there_are_some() -> None:
+    snapshot = Snapshot(make_header(earlier_numerics=("cpu/int4", "cpu/int8")), STATE)
+    raw = snapshot.encode()
+    assert b'"earlier_numerics":["cpu/int4","cpu/int8"]' in raw
+    assert Snapshot.decode(raw) == snapshot
+
+
+@pytest.mark.parametrize("earlier", [[], ["b", "a"], ["a", "a"], ["cpu-fp32"], [1], ["", "a"], "a", {}, None])
+def test_earlier_numerics_that_no_build_writes_are_refused(earlier: object) -> None:
+    with pytest.raises(SnapshotCorrupt):
+        Snapshot.decode(seal(header_json(earlier_numerics=earlier)))
+
+
 def test_parts_are_the_whole_and_a_view_is_as_good_as_bytes() -> None:
     snapshot = Snapshot(make_header(), STATE)
     raw = snapshot.encode()

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nsm_core.execution.native.library import variants
 from nsm_core.model.identity import fingerprint
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import BpeTokenizer
-from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.service.cli.conftest import Nsm, assert_one_line, id_of
 from tests.service.cli.test_sessions import talk
 from tests.support.models import save_small_model
 from tests.support.redis_servers import Topology
@@ -58,6 +59,27 @@ def test_divergence_names_session_and_tensor(nsm: Nsm, data_dir: Path, model_dir
     assert nsm("sessions", "verify", whole).exit_code == 0
     assert nsm("sessions", "verify", changed, "--tolerance", 1).exit_code == 0
     assert_one_line(nsm("sessions", "verify", "no-such"), "session 'no-such' does not exist")
+
+
+@pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
+def test_session_of_two_numerics_classes_is_told_with_both_and_the_one_that_verifies(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSM_SNAPSHOT_TOKENS", "0")  # each turn stores its state
+    int4, int8 = {"NSM_EXECUTOR": "native-int4"}, {"NSM_EXECUTOR": "native"}
+    session_id = id_of(nsm("chat", "--max-tokens", 8, stdin="Hello\nAgain", **int4).stderr)
+    assert nsm("sessions", "verify", session_id, **int4).exit_code == 0
+    other = nsm("sessions", "verify", session_id, "--tolerance", "1e-9", **int8)
+    assert other.exit_code == 1
+    made = "made by cpu/int4/native-1, verified as cpu/int8/native-1"
+    assert f"; {made}: set NSM_EXECUTOR to the executor of the former\n" in other.stdout
+    assert nsm("chat", "--session", session_id, "--max-tokens", 8, stdin="And now?", **int8).exit_code == 0
+    mixed = nsm("sessions", "verify", session_id, "--tolerance", "1e-9", **int8)
+    begun = "begun by cpu/int4/native-1, made by cpu/int8/native-1, verified as cpu/int8/native-1"
+    assert f"; {begun}: it differs under each of them\n" in mixed.stdout
+    report = json.loads(nsm("sessions", "verify", session_id, "--tolerance", "1e-9", "--json", **int8).stdout)
+    assert report["numerics"] == "cpu/int8/native-1"
+    assert report["sessions"][0]["earlier_numerics"] == ["cpu/int4/native-1"]
 
 
 def test_rounded_states_are_compared_as_rounded(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,13 @@ async def test_another_numerics_class_is_named() -> None:
     assert (await verify_one(store, backend)).numerics == "cuda/bf16"
 
 
+async def test_numerics_classes_that_began_a_session_are_named() -> None:
+    store, backend = SqliteSessionStore(None), FakeBackend()
+    await commit_turns(store, backend, changes={"earlier_numerics": ("cpu/int4",)})
+    verified = await verify_one(store, backend)
+    assert (verified.numerics, verified.earlier_numerics) == (None, ("cpu/int4",))
+
+
 async def test_R3_what_cannot_be_read_is_damaged_and_the_rest_goes_on() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
     await commit_turns(store, backend, "s1")
