@@ -3,7 +3,7 @@
 The engine with an executor that computes nothing (its logits are of one array, made beforehand), by itself, and in its
 thread with a reader of every request on the event loop; then, for executors that look ahead, with steps that are
 launched and waited for later, one token at a time and ROUNDS in a launch. CPU time of a token of all rows; the best of
-several runs, since a busy neighbour only adds to it.
+several runs, since a busy neighbour only adds to it. Requests whose steps look ahead have tags, as in a server.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ def measure_steps(
     stop: bool = False,
     num_rounds: int | None = None,
 ) -> float:
-    """Microseconds of CPU a token of all rows, without anybody who reads; the best of the repeats. With rounds the
-    requests have tags.
+    """Microseconds of CPU a token of all rows, without anybody who reads; the best of the repeats. `num_rounds`: see
+    NoExecutor.
     """
     engine, times = new_engine(tokenizer, num_rows, num_rounds=num_rounds), list[float]()
     for turn in range(repeats):
         for index, request in enumerate(make_requests(num_rows, num_tokens, turn, stop=stop)):
-            engine.add(request, tag=index if num_rounds else None)
+            engine.add(request, tag=None if num_rounds is None else index)
         engine.step()  # takes them in
         started = time.thread_time()
         while engine.has_work:
