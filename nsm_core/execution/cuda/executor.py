@@ -88,10 +88,11 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _launch_unrecorded(self) -> None:
-        """Logits, and the kernels of sampling and overlap."""
+        """Logits of steps and, in fp32, of prompts; the kernels of sampling and overlap."""
         vocab_size, width = self._model.config.vocab_size, self._model.config.d_model
         for num_rows in {1, self._buckets[-1]}:
-            self.logits(torch.zeros(num_rows, width, dtype=self.weights.output.weight.dtype, device=self._device))
+            for dtype in {self.weights.output.weight.dtype, torch.float32}:
+                self.logits(torch.zeros(num_rows, width, dtype=dtype, device=self._device))
         if self.overlap is not None:
             self.overlap.launch()
             launch_samplers(vocab_size, self._device)
