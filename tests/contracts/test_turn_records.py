@@ -346,6 +346,17 @@ async def test_records_count_as_stored_bytes(store: SessionStore) -> None:
     assert (await store.usage(tenant="a")).num_bytes == 0
 
 
+async def test_the_bytes_of_many_turns_are_those_of_the_records_that_are_left(store: SessionStore) -> None:
+    head, max_records = await create(store), 3
+    for number in range(3 * max_records):
+        lease = (await acquire(store)).lease
+        await store.begin_turn(lease, start_of(f"t{number}", request=b"r" * number), max_records=max_records)
+        await store.append_turn(lease, f"t{number}", index=0, chunk=b"c" * 50)
+        head = await commit_under(store, lease, head, is_log_alone=True, turn=ended(f"t{number}", b"x" * number))
+        left = sum(range(max(0, number + 1 - max_records), number + 1))
+        assert (await store.usage(tenant="a")).num_bytes == 4 * head.num_log_tokens + left
+
+
 async def test_what_a_running_turn_holds_counts_and_comes_back_at_its_end(store: SessionStore) -> None:
     head = await create(store)
     lease = (await acquire(store)).lease
