@@ -22,7 +22,7 @@ from benchmarks.sizing_fleet import Fleet, Outcome, Policy, Speed, TurnSize, con
 from loadtests.arrivals import TRACES, TraceRow, read_trace
 from service.state.keeper import BUSY_BYTES, IDLE_S, LONG_TURN_BYTES, limit_at, tokens_worth
 
-RAW_STATE_BYTES = 3_780_616  # of pulse-books: benchmarks/results/state_dtype-cpu.txt
+RAW_STATE_BYTES = 3_780_616  # of pulse-books: benchmarks/results/state_dtype-cpu.txt, a state with each turn
 STORED = {"fp32": 1.000, "fp16": 0.500, "int8": 0.258}  # the same file: of a snapshot
 # The same file: of a session of 1,000 turns of 80 tokens in Redis, with so many older snapshots
 IN_REDIS = {"fp32": (1.21, 2.31, 3.42), "fp16": (0.65, 1.21, 1.76), "int8": (0.37, 0.65, 0.93)}

@@ -1,4 +1,5 @@
-"""What NSM_STATE_DTYPE saves and costs: `python -m benchmarks.state_dtype --redis`. Tables, then one line of JSON.
+"""What NSM_STATE_DTYPE saves and costs: `python -m benchmarks.state_dtype --redis`. Tables, then one line of JSON. More
+than 15 minutes on two cores; `--turns 250 --texts 8` makes it a few.
 
 pulse-books (or `--model`), text of data/books-sample, for each dtype of stored states:
 

@@ -12,8 +12,8 @@ from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
 from redis.connection import HiredisRespSerializer
 
 UNPACKED = ("SET", "SETRANGE")  # their values may be megabytes, which packing would copy
-_IN_C = HiredisRespSerializer()
 UNSENT_BYTES = 64 * 1024  # that may wait in the transport: its own limit, below which nobody has to wait for the socket
+_IN_C = HiredisRespSerializer()
 
 
 class _ShortCommands:
@@ -37,7 +37,11 @@ class _ShortCommands:
             return
         if check_health:
             await self.check_health()  # type: ignore[attr-defined]
-        self._writer.writelines(command)
+        try:
+            self._writer.writelines(command)
+        except BaseException:
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise
         if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             await super().send_packed_command([], check_health=False)  # type: ignore[misc]
 
