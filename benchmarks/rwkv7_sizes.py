@@ -1,8 +1,8 @@
 """A step of RWKV-7 on a CPU beside reading its weights once: `python -m benchmarks.rwkv7_sizes --sizes 0.4B 1.5B`.
 
-Random weights, packed in int8, one thread. A reading is a sum over a block of memory as large as what a step reads of
-matrices, made by NumPy. Steps and readings alternate; of both the median of CPU seconds, and the ratio of each pair's,
-so that other programs on the machine slow both.
+Random weights or those of `--model`, packed in int8, one thread. A reading is a sum over a block of memory as large as
+what a step reads of matrices, made by NumPy. Steps and readings alternate; of both the median of CPU seconds, and the
+ratio of each pair's, so that other programs on the machine slow both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor
 from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.rwkv7.config import Rwkv7Config
+from nsm_core.rwkv7.loader import load_rwkv7
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.rwkv7.tensors import tensor_shapes
 
@@ -42,16 +44,19 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def measure(size: str, pairs: int) -> dict[str, object]:
+def random_model(size: str) -> Rwkv7Model:
     config = config_of(size)
-    model = Rwkv7Model(config, RandomTensors(config))
+    return Rwkv7Model(config, RandomTensors(config))
+
+
+def measure(name: str, model: Rwkv7Model, pairs: int) -> dict[str, object]:
     started = time.monotonic()
     weights = Rwkv7Weights(model, Precision.INT8)
     packed_s = time.monotonic() - started
     executor = Rwkv7Executor(model, num_rows=1, num_threads=1, weights=weights)
     executor.pool.lease(0)
     executor.pool.write(0, executor.initial)
-    block = np.ones(matrix_bytes(config) // 8, np.int64)
+    block = np.ones(matrix_bytes(model.config) // 8, np.int64)
 
     def step() -> None:
         executor.logits(executor.step((0,), (5,)))
@@ -61,7 +66,7 @@ def measure(size: str, pairs: int) -> dict[str, object]:
     found = [(cpu_seconds(step), cpu_seconds(block.sum)) for _ in range(pairs)]
     step_s, read_s = (statistics.median(times) for times in zip(*found, strict=True))
     return {
-        "size": size,
+        "size": name,
         "bytes": block.nbytes,
         "pack_s": round(packed_s, 1),
         "step_ms": round(step_s * 1e3, 2),
@@ -74,12 +79,16 @@ def measure(size: str, pairs: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["0.4B"])
+    parser.add_argument("--model", type=Path, help="a file or directory, instead of random weights")
     parser.add_argument("--pairs", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(json.dumps({"kernels": variants()[0], "torch": torch.__version__}), flush=True)
+    if arguments.model is not None:
+        print(json.dumps(measure(arguments.model.name, load_rwkv7(arguments.model).model, arguments.pairs)), flush=True)
+        return
     for size in arguments.sizes:
-        print(json.dumps(measure(size, arguments.pairs)), flush=True)
+        print(json.dumps(measure(size, random_model(size), arguments.pairs)), flush=True)
 
 
 if __name__ == "__main__":

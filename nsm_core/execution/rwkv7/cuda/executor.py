@@ -15,6 +15,7 @@ from nsm_core.execution.cuda.options import CudaOptions
 from nsm_core.execution.cuda.recording import record
 from nsm_core.execution.rwkv7.cuda.kernels.products import run_products
 from nsm_core.execution.rwkv7.cuda.reading import NO_ROW, Pass
+from nsm_core.execution.rwkv7.cuda.segments import FEW_PIECES, PassShape
 from nsm_core.execution.rwkv7.cuda.weights import pack_cuda_rwkv7
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.sampling.device import launch_samplers, to_device
@@ -68,29 +69,29 @@ class Rwkv7CudaExecutor:
         self._step_sizes = tuple(size for size in STEP_SIZES if size <= largest)
         with torch.inference_mode():
             self._pass = Pass(self.weights, model.config, self.pool.tensors, READ_SIZES[-1])
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def record_all(self) -> None:
         """Records every size now, not at its first use."""
         if self.options.graphs:
-            for size, num_pieces in self._passes():
-                self._record(size, num_pieces)
+            for shape in self._passes():
+                self._record(shape)
 
     @torch.inference_mode()
     def launch_all(self) -> None:
         """Every kernel of steps, texts and sampling; no row is touched."""
-        for size, num_pieces in self._passes():
-            to = self._pass.given(size, num_pieces).fill_(NO_ROW)
+        for shape in self._passes():
+            to = self._pass.given(shape).fill_(NO_ROW)
             with torch.cuda.device_of(to):  # type: ignore[no-untyped-call]
-                self._pass.run(size, num_pieces)
+                self._pass.run(shape)
         for size in {1, self._step_sizes[-1]}:
             self.logits(self._pass.hidden(size))
         launch_samplers(self._num_ids, self._device)
 
-    def _passes(self) -> Iterator[tuple[int, int]]:
-        """Tokens and pieces of every pass: of steps, then of texts."""
-        yield from ((size, size) for size in self._step_sizes)
-        yield from ((size, MOST_PIECES) for size in READ_SIZES)
+    def _passes(self) -> Iterator[PassShape]:
+        """Of steps, then of texts."""
+        yield from (PassShape(size, size) for size in self._step_sizes)
+        yield from (PassShape(size, most) for size in READ_SIZES for most in (FEW_PIECES, MOST_PIECES))
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -130,46 +131,50 @@ class Rwkv7CudaExecutor:
         given[0, :number] = given[3, :number] = rows
         given[1, :number] = ids
         given[2], given[4], given[5] = 1, np.arange(size), 1
-        return self._run(size, size, given)[:number].to(torch.float32, copy=True)
+        return self._run(PassShape(size, size), given)[:number].to(torch.float32, copy=True)
 
     def _read_part(self, pieces: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Pieces of texts and their rows: hidden [tokens of all, D]."""
-        lengths = [len(ids) for _, ids in pieces]
+        rows, lengths = [row for row, _ in pieces], [len(ids) for _, ids in pieces]
         number = sum(lengths)
-        size, num_pieces = self._size(number, READ_SIZES), self._size(len(pieces), (MOST_PIECES,))
-        given = np.zeros((6, max(size, num_pieces)), np.int64)
+        shape = PassShape(self._size(number, READ_SIZES), self._size(len(pieces), (FEW_PIECES, MOST_PIECES)))
+        given = np.zeros((6, shape.width), np.int64)
         given[0], given[3] = NO_ROW, NO_ROW
-        given[0, :number] = np.repeat([row for row, _ in pieces], lengths)
+        given[0, :number] = np.repeat(rows, lengths)
         given[1, :number] = np.concatenate([np.asarray(ids, np.int64) for _, ids in pieces])
-        given[2, :number] = np.concatenate([_offsets(length) for length in lengths])
-        given[3, : len(pieces)] = [row for row, _ in pieces]
-        given[4, : len(pieces)] = np.cumsum([0, *lengths[:-1]])
-        given[5, : len(pieces)] = lengths
-        return self._run(size, num_pieces, given)[:number].to(torch.float32, copy=True)
+        for index, segment in enumerate(cut_texts(lengths, most_tokens=shape.segment_length)):
+            counts = [end - start for _, start, end in segment]
+            starts = np.cumsum([0, *counts])
+            token, to = index * shape.segment_length, index * shape.num_pieces
+            given[2, token : token + starts[-1]] = np.concatenate([_offsets(count) for count in counts])
+            given[3, to : to + len(segment)] = [rows[piece] for piece, _, _ in segment]
+            given[4, to : to + len(segment)] = starts[:-1]
+            given[5, to : to + len(segment)] = counts
+        return self._run(shape, given)[:number].to(torch.float32, copy=True)
 
     def _size(self, number: int, sizes: Sequence[int]) -> int:
         """The next recorded one; what is not recorded needs no padding."""
         return next(size for size in sizes if size >= number) if self.options.graphs else number
 
-    def _run(self, num_tokens: int, num_pieces: int, given: npt.NDArray[np.int64]) -> Tensor:
-        """hidden [num_tokens, D], in the buffer."""
+    def _run(self, shape: PassShape, given: npt.NDArray[np.int64]) -> Tensor:
+        """hidden [tokens, D], in the buffer."""
         if self.options.graphs:
-            graph = self._graphs.get((num_tokens, num_pieces)) or self._record(num_tokens, num_pieces)
-            self._pass.given(num_tokens, num_pieces).copy_(to_device(given, self._device))
+            graph = self._graphs.get(shape) or self._record(shape)
+            self._pass.given(shape).copy_(to_device(given, self._device))
             graph.replay()
         else:
-            to = self._pass.given(num_tokens, num_pieces)
+            to = self._pass.given(shape)
             to.copy_(to_device(given, self._device))
             with torch.cuda.device_of(to):  # type: ignore[no-untyped-call]
-                self._pass.run(num_tokens, num_pieces)
-        return self._pass.hidden(num_tokens)
+                self._pass.run(shape)
+        return self._pass.hidden(shape.num_tokens)
 
     @torch.inference_mode()
-    def _record(self, num_tokens: int, num_pieces: int) -> torch.cuda.CUDAGraph:
+    def _record(self, shape: PassShape) -> torch.cuda.CUDAGraph:
         """Records a pass; no row is touched."""
-        self._pass.given(num_tokens, num_pieces).fill_(NO_ROW)
-        graph = record(functools.partial(self._pass.run, num_tokens, num_pieces), self._device)
-        self._graphs[num_tokens, num_pieces] = graph
+        self._pass.given(shape).fill_(NO_ROW)
+        graph = record(functools.partial(self._pass.run, shape), self._device)
+        self._graphs[shape] = graph
         return graph
 
 

@@ -14,7 +14,7 @@ WIDTH_UNIT = 16  # numbers that a thread reads at once begin at multiples of it
 
 def rwkv7_numerics(weights: CudaWeights, device: torch.device) -> str:
     """The class within which equal input gives equal bits, at any batch and any cut of a text."""
-    return f"cuda/{weights}/rwkv7-kernels-1/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
+    return f"cuda/{weights}/rwkv7-kernels-2/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
 
 
 def rwkv7_cuda_unsupported_reason(model: Rwkv7Model) -> str | None:

@@ -21,6 +21,7 @@ from tests.support.rwkv7 import random_rwkv7, random_tensors, small_config
 executor_module = pytest.importorskip("nsm_core.execution.rwkv7.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
 from nsm_core.execution.rwkv7.cuda import options as options_module  # noqa: E402
+from nsm_core.execution.rwkv7.cuda import segments  # noqa: E402
 from nsm_core.execution.rwkv7.cuda.executor import MOST_PIECES, Rwkv7CudaExecutor, cut_texts  # noqa: E402
 from nsm_core.execution.rwkv7.cuda.kernels.heads import VECTORS, scan  # noqa: E402
 from nsm_core.execution.rwkv7.cuda.kernels.products import (  # noqa: E402
@@ -131,6 +132,18 @@ def test_long_texts_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert got.equal(want)
 
 
+def test_a_pass_in_segments_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, results = (random_ids(5), random_ids(4, 1)), []
+    for shortest in (segments.SHORTEST, 2):
+        monkeypatch.setattr(segments, "SHORTEST", shortest)
+        executor = opened((1, 2))
+        hidden = torch.cat(executor.read((1, 2), texts))
+        results.append((hidden, [executor.pool.pack(row) for row in (1, 2)]))
+    assert segments.PassShape(9, 2).num_segments == 5
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
 def test_a_step_of_more_rows_than_the_largest_size_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = opened(range(3)).step(range(3), (5, 6, 7))
     monkeypatch.setattr(executor_module, "STEP_SIZES", (1, 2))
@@ -193,27 +206,25 @@ def test_products_add_to_what_is_there_and_need_a_tensor_for_outputs() -> None:
         run_products(products, x)
 
 
-@pytest.mark.parametrize(("columns", "ahead"), [(8, 1), (32, 2)])
-def test_a_scan_has_the_same_bits_however_its_columns_are_divided(columns: int, ahead: int) -> None:
-    moves = torch.randn(5, 2, VECTORS, 32, device=DEVICE) / 4
-    given = torch.tensor([[2, -1, 0], [0, 0, 3], [3, 0, 2]], device=DEVICE)
-    results = []
-    for arguments in ({}, {"columns": columns, "ahead": ahead}):
-        matrix = torch.randn(3, 2, 32, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        read = torch.zeros(5, 64, device=DEVICE)
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_a_scan_of_few_texts_has_the_bits_of_one_of_many(size: int) -> None:
+    """Once by texts, once token by token."""
+    moves = torch.randn(5, 2, VECTORS, size, device=DEVICE) / 4
+    texts = torch.tensor([[2, -1, 0], [0, 0, 1], [1, 0, 4]], device=DEVICE)
+    matrices = [torch.randn(3, 2, size, size, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in range(2)]
+    reads = [torch.zeros(5, 2 * size, device=DEVICE) for _ in range(2)]
+    at = {"moves": moves, "is_chained": False}
+    scan(rows=texts[0], starts=texts[1], counts=texts[2], matrix=matrices[0], read=reads[0], has_few_texts=True, **at)
+    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    for token, row in enumerate((2, 0, 0, 0, 0)):
         scan(
-            rows=given[0],
-            starts=given[1],
-            counts=given[2],
-            moves=moves,
-            matrix=matrix,
-            read=read,
-            is_chained=False,
-            **arguments,
+            rows=one * row, starts=one * token, counts=one, matrix=matrices[1], read=reads[1], has_few_texts=False, **at
         )
-        results.append((matrix, read))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-    assert results[0][0][1].equal(results[1][0][1])  # the row of no piece
+    if HAS_GPU:
+        assert reads[0].equal(reads[1])
+        assert matrices[0].equal(matrices[1])
+    torch.testing.assert_close(reads[0], reads[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(matrices[0], matrices[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ COLUMNS of them and holds them in registers. nsm_core/rwkv7/time_mix.py is the s
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,8 +17,10 @@ from torch import Tensor
 from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
 from nsm_core.rwkv7.time_mix import MAX_DECAY
 
-COLUMNS = 16  # of a head's matrix, in one program of one warp
-AHEAD = 4  # tokens whose vectors are on their way while one moves the matrix
+# Columns of a head's matrix in one program of one warp: of many texts, or steps, as many as make whole lines of memory
+COLUMNS, FEW_COLUMNS = 16, 4
+UNROLL = 4  # tokens of few texts that move the matrix in a row
+AHEAD = 4  # of those, or of single tokens: their vectors are on their way while others move the matrix
 TOKENS = 4  # of a program before and after
 SHORTEST = 1e-12  # length that a key is divided by at least, as in torch.nn.functional.normalize
 
@@ -108,7 +111,6 @@ def _prepare(
     tl.store(moves_ptr + 5 * K, removed * rate, mask=is_token)
 
 
-@triton.jit
 def _scan(
     rows_ptr,
     starts_ptr,
@@ -120,6 +122,7 @@ def _scan(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     wait_for_previous(CHAINED)
@@ -135,16 +138,22 @@ def _scan(
     moves_ptr += (start * H + head) * (6 * K)
     read_ptr += (start * H + head) * K + columns
     matrix = tl.load(at)
-    for token in tl.range(0, count.to(tl.int32), num_stages=AHEAD):
+    for token in tl.range(0, count.to(tl.int32), num_stages=AHEAD, loop_unroll_factor=UNROLL):
         move = moves_ptr + token * (H * 6 * K)
         received, decay, written = tl.load(move + keys), tl.load(move + K + keys), tl.load(move + 2 * K + keys)
         value = tl.load(move + 3 * K + columns)
         removed, added = tl.load(move + 4 * K + keys), tl.load(move + 5 * K + keys)
         found = tl.sum(matrix * removed[:, None], axis=0)
-        matrix = matrix * decay[:, None] - added[:, None] * found[None, :]
-        matrix += written[:, None] * value[None, :]
+        matrix = tl.fma(-added[:, None], found[None, :], matrix * decay[:, None])
+        matrix = tl.fma(written[:, None], value[None, :], matrix)
         tl.store(read_ptr + token * (H * K), tl.sum(matrix * received[:, None], axis=0))
     tl.store(at, matrix)
+
+
+# Where the compiler does not know how the matrix lies in memory, a thread holds one column of it, and not four: a token
+# takes half the time, and of a whole device three times as much. Sums run over the same keys in the same order.
+_scan_few = triton.jit(_scan, do_not_specialize_on_alignment=["matrix_ptr"])
+_scan = triton.jit(_scan)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -224,23 +233,26 @@ def scan(
     moves: Tensor,
     matrix: Tensor,
     read: Tensor,
+    has_few_texts: bool,
     is_chained: bool,
-    columns: int = COLUMNS,
-    ahead: int = AHEAD,
 ) -> None:
     """Pieces of text, rows [S] of the pool (negative: none), their first tokens and numbers of tokens [S], int64.
 
     matrix [rows of the pool, H, K, V] fp32 is moved in place; read [T, D] fp32: what each token reads of it.
+    `has_few_texts`: more programs share a matrix. Either way gives the same bits.
     """
     heads, size = moves.shape[1], moves.shape[3]
-    columns = min(columns, size)
-    _scan[(heads * (size // columns), len(rows))](
+    columns = FEW_COLUMNS if has_few_texts else COLUMNS
+    kernel: Any = _scan_few if has_few_texts else _scan
+    kernel[(heads * (size // columns), len(rows))](
         *(rows, starts, counts, moves, matrix, read),
         H=heads,
         K=size,
         COLUMNS=columns,
-        AHEAD=ahead,
+        AHEAD=AHEAD,
+        UNROLL=UNROLL if has_few_texts else 1,
         num_warps=1,
+        enable_fp_fusion=False,  # the two kernels have the same bits
         **chained(is_chained),
     )
 
