@@ -71,7 +71,8 @@ class WorkRunner(abc.ABC, Generic[WorkT]):
             except Exception:
                 self._logger.exception("%s are looked for again", plural)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):  # before Python 3.12 `wait_for` may swallow the cancel of its task
+                    await self._news.wait()
             for run, _ in list(self._runs.values()):
                 run.wake()
 

@@ -14,7 +14,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 from nsm_core.config import EngineConfig
 from nsm_core.control_group import usable_threads
-from nsm_core.errors import NotFound, QuotaExceeded
+from nsm_core.errors import NotFound, QuotaExceeded, StoreUnavailable
 from service.backends.local import LocalBackend
 from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
@@ -113,14 +113,22 @@ async def test_fault_of_a_file_names_line_and_field(server: Gateway) -> None:
     assert (events.data[0].level, events.data[0].message) == ("error", job.error.message)
 
 
+@pytest.mark.parametrize("num_failures", [0, 1], ids=["first try", "second try"])
 @pytest.mark.parametrize("name", ["training.jsonl", "checkpoint.safetensors.partial"])
-async def test_full_disk_fails_the_job(server: Gateway, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In the gateway, or in the job's process."""
-    prepare = JobRun._prepare
+async def test_full_disk_fails_the_job(
+    server: Gateway, monkeypatch: pytest.MonkeyPatch, name: str, num_failures: int
+) -> None:
+    """In the gateway, or in the job's process. A store that fails once makes the job begin again, in its directory."""
+    prepare, num_tries = JobRun._prepare, 0
 
     async def prepare_on_full_disk(run: JobRun) -> None:
-        run.directory.mkdir(parents=True)
-        (run.directory / name).symlink_to("/dev/full")
+        nonlocal num_tries
+        num_tries += 1
+        run.directory.mkdir(parents=True, exist_ok=True)
+        if not (run.directory / name).is_symlink():
+            (run.directory / name).symlink_to("/dev/full")
+        if num_tries <= num_failures:
+            raise StoreUnavailable("the store does not answer")
         await prepare(run)
 
     monkeypatch.setattr(JobRun, "_prepare", prepare_on_full_disk)
@@ -129,6 +137,7 @@ async def test_full_disk_fails_the_job(server: Gateway, monkeypatch: pytest.Monk
     assert job.error is not None
     assert job.error.code == "storage_full"
     assert "disk is full" in job.error.message
+    assert num_tries > num_failures
 
 
 def test_training_has_a_quarter_of_the_threads_and_at_least_one() -> None:
