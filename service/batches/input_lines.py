@@ -8,6 +8,7 @@ from typing import Any
 
 from nsm_core.errors import InvalidRequest
 from service.schemas.batches import check_endpoint
+from service.schemas.tuned_model import base_model
 from service.web.errors import shown
 from service.web.json_body import parse
 
@@ -26,9 +27,14 @@ class InputLine:
 
     @property
     def model(self) -> str:
-        """The model that it names; "": none."""
+        """The model that it names, also where it names a tuned state of it; "": none."""
         name = self.body.get("model")
-        return name if isinstance(name, str) else ""
+        if not isinstance(name, str):
+            return ""
+        try:
+            return base_model(name)
+        except InvalidRequest:  # it ends with that error when it is run
+            return name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

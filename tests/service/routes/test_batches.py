@@ -290,13 +290,17 @@ async def test_the_engine_knows_which_requests_are_a_batchs() -> None:
             assert {request.is_background for request in backend.requests} == {False}
 
 
+@pytest.mark.parametrize("names", [{}, {"model": "ft:fake-nsm:tuned"}], ids=["its own name", "a tuned state of it"])
 async def test_a_batch_whose_model_was_replaced_ends_without_answers_of_the_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: dict[str, str]
 ) -> None:
     body, path = {"prompt": "Hi", "max_tokens": 1}, tmp_path / "sessions.db"
-    before, after = FakeBackend(hold=True, fingerprint="a" * 64), FakeBackend(fingerprint="b" * 64)
+    before, after = FakeBackend(fingerprint="a" * 64), FakeBackend(fingerprint="b" * 64)
     async with gateway(before, is_live=True, store=SqliteSessionStore(path)) as server:
-        made = await begin(server, input_of(*[body] * 10))
+        state = await server.client.post("/v1/states", json={"name": "tuned", "text": "Once"})
+        assert state.status_code == 200
+        before.hold_on()
+        made = await begin(server, input_of(*[body | names] * 10))
         before.release(3)
         await until(lambda: server.metric("nsm_batch_lines_total", outcome="completed") == 3)
     async with gateway(after, is_live=True, store=SqliteSessionStore(path)) as server:
