@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from nsm_core.engine import overlap
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.request import Finished, FinishReason
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import StepFailed
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import (
@@ -18,9 +20,11 @@ from tests.nsm_core.engine.harness import (
     make_engine,
     make_request,
     overlapped,
+    random_ids,
     run_all,
     small_model,
 )
+from tests.support.counts import scaled
 
 ROUNDS = 4
 
@@ -141,6 +145,61 @@ def test_S6_R14_a_cancelled_request_ends_once_and_its_tokens_in_flight_are_nobod
     plain, (first,) = subject.step()
     assert first.token_id == 100
     assert subject.pool.num_leased == 2
+
+
+SCRIPT = list(range(100, 180))
+
+
+def random_request(rng: random.Random, name: str) -> GenerationRequest:
+    """Some end inside a launch, some need the host after each token."""
+    params: dict[str, Any] = rng.choice(
+        [{}, {}, {"stop_token_ids": (SCRIPT[rng.randrange(20)],)}, {"stop": ("e",)}, {"logprobs": 1}]
+    )
+    ids = random_ids(rng.randrange(99), rng.choice([1, 2, 5, 33]))
+    return make_request(name, ids, max_tokens=rng.randint(1, 30), **params)
+
+
+def run_with_cancels(
+    subject: Subject, requests: Sequence[GenerationRequest], rng: random.Random
+) -> tuple[dict[str, list[int]], dict[str, Finished]]:
+    """Ids and ends by name. One request in ten has no tag; some are cancelled, of those that run."""
+    ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    ends: dict[str, Finished] = {}
+    waiting = list(requests)
+    while waiting or subject.engine.has_work:
+        while waiting and rng.random() < 0.4:
+            request = waiting.pop(0)
+            subject.engine.add(request, tag=int(request.request_id) if rng.random() < 0.9 else None)
+        if rng.random() < 0.1:
+            subject.engine.cancel(rng.choice(requests).request_id)
+        events = subject.engine.step()
+        for batch in subject.engine.take_tokens():
+            for tag, token_id in zip(batch.tags.tolist(), batch.ids.tolist(), strict=True):
+                ids[str(tag)].append(token_id)
+        for name, event in events:
+            assert name not in ends
+            if isinstance(event, TokenEvent):
+                ids[name].append(event.token_id)
+            elif isinstance(event, Finished):
+                ends[name] = event
+    return ids, ends
+
+
+@pytest.mark.parametrize("seed", range(scaled(20, full=300)))
+def test_S6_R14_cancels_and_arrivals_between_launches_change_no_other_request(
+    tiny_tokenizer: Tokenizer, seed: int
+) -> None:
+    rng, model = random.Random(seed), ScriptedModel(SCRIPT, vocab_size=512)
+    subject = Subject(tiny_tokenizer, model, max_slots=rng.randint(1, 6), token_budget=20)
+    requests = [random_request(rng, str(index)) for index in range(rng.randint(1, 12))]
+    ids, ends = run_with_cancels(subject, requests, rng)
+    for name, want in run_all(make_engine(model, tiny_tokenizer, speculation="off"), requests).items():
+        assert ends[name].completion_tokens == len(ids[name])
+        if ends[name].reason is FinishReason.ABORT:
+            assert ids[name] == want.ids[: len(ids[name])]
+        else:
+            assert (ids[name], ends[name].reason) == (want.ids, want.finished.reason)
+    assert subject.pool.num_leased == 0
 
 
 def test_a_row_that_the_device_left_out_too_early_ends_with_an_error(
