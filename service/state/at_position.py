@@ -24,10 +24,11 @@ from service.stores.sessions.retention import RetainedSnapshot
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """How the reading ended, with the state; `rounding`: see ResumedSession."""
+    """How the reading ended, with the state; `rounding`, `earlier_numerics`: see ResumedSession."""
 
     finished: Finished
     rounding: StateFormat
+    earlier_numerics: tuple[str, ...]
 
     def end(self, *, pending: int | None) -> EndState:
         """The state before `pending`. Raises why there is none."""
@@ -61,12 +62,13 @@ async def read_up_to(
     nearest = await _nearest(backend, store, key, len(ids), retained=own)
     start = None if nearest is None else _resume(nearest)
     rounding = StateFormat.FP32 if nearest is None else nearest.header.rounding
+    earlier_numerics = () if nearest is None else nearest.header.earlier_numerics
     if start is not None and start.position == len(ids):
         end = EndState(state=start.state, position=len(ids), pending=None, new_ids=(), generated_counts={})
         finished = Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)
-        return Reading(finished, rounding)
+        return Reading(finished, rounding, earlier_numerics)
     finished = await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
-    return Reading(finished, rounding)
+    return Reading(finished, rounding, earlier_numerics)
 
 
 def with_newest(retained: Iterable[RetainedSnapshot], head: SessionHead) -> tuple[RetainedSnapshot, ...]:

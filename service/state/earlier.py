@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nsm_core.engine.request import EndState
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.state.at_position import read_up_to, with_newest
+from service.state.at_position import Reading, read_up_to, with_newest
 from service.state.copies import SessionCopy
 from service.state.log_location import marks_up_to
 from service.state.other_model import require_own_model
@@ -47,12 +47,19 @@ async def copy_at(
     if not marks:
         return SessionCopy(head=_empty(copy.head), snapshot=None, log_ids=(), marks=())
     log_ids = copy.log_ids[:num_log_tokens]
-    end, rounding = await _state_after(
+    end, reading = await _state_after(
         backend, store, copy.head, marks, log_ids, request_id=request_id, deadline=deadline
     )
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=marks[-1].version - 1, energy_joules=0.0)
-    start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+    start = ResumedSession(
+        head=before,
+        snapshot=None,
+        model=model,
+        tokenizer=tokenizer,
+        rounding=reading.rounding,
+        earlier_numerics=reading.earlier_numerics,
+    )
     snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), state_format=state_format)
     head = dataclasses.replace(
         copy.head,
@@ -93,8 +100,8 @@ async def _state_after(
     *,
     request_id: str,
     deadline: float,
-) -> tuple[EndState, StateFormat]:
-    """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
+) -> tuple[EndState, Reading]:
+    """The state at the last of `marks`, whose log is `log_ids`, and how it was read."""
     version = marks[-1].version
     stored = with_newest(await store.list_retained(head.key), head)
     retained = [one for one in stored if one.version <= version]
@@ -112,7 +119,7 @@ async def _state_after(
         request_id=request_id,
         deadline=deadline,
     )
-    return reading.end(pending=log_ids[-1] if num_fed < len(log_ids) else None), reading.rounding
+    return reading.end(pending=log_ids[-1] if num_fed < len(log_ids) else None), reading
 
 
 async def stored_at(store: SessionStore, stored: StoredSession, point: LogPoint) -> StoredSession:

@@ -70,7 +70,8 @@ class ResumedSession:
 
     `snapshot` is None when there is none, or when `replay` stands in for it. `tail`: the log from there, which the turn
     reads before its own input. `rounding`: the coarsest format that the state, or one that it was computed from, has
-    been stored in. `after`: see TurnRequest; `head` then has position and log of that point, and the version that the
+    been stored in. `earlier_numerics`: without a snapshot, as in the header of the one that the state was read on from.
+    `after`: see TurnRequest; `head` then has position and log of that point, and the version that the
     session is at.
     """
 
@@ -81,6 +82,7 @@ class ResumedSession:
     replay: Replay | None = None
     tail: LogTail = EMPTY_TAIL
     rounding: StateFormat = StateFormat.FP32
+    earlier_numerics: tuple[str, ...] = ()
     after: LogPoint | None = None
 
     @property
@@ -148,10 +150,10 @@ class ResumedSession:
         return None if self.replay is not None or numerics in ("", self.model.numerics) else numerics
 
     @property
-    def _earlier_numerics(self) -> tuple[str, ...]:
+    def _next_earlier_numerics(self) -> tuple[str, ...]:
         """The classes that computed what the turn starts from, without the one that runs."""
         if self.snapshot is None:
-            return ()
+            return self.earlier_numerics
         header = self.snapshot.header
         return tuple(sorted({header.numerics, *header.earlier_numerics} - {self.model.numerics}))
 
@@ -277,7 +279,7 @@ class ResumedSession:
             parent=self.head.version + num_versions - 1,
             created_at=created_at,
             energy_joules=self.energy_joules + joules,
-            earlier_numerics=self._earlier_numerics,
+            earlier_numerics=self._next_earlier_numerics,
         )
         return Snapshot(header, end.state, held=end.held)
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
-from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.state.at_position import read_up_to, with_newest
+from service.state.at_position import Reading, read_up_to, with_newest
 from service.state.log_location import LogLocation, marks_up_to
 from service.state.other_model import require_own_model
 from service.state.rebuild import sampled_counts, seed_of
@@ -59,11 +58,18 @@ async def rewind_session(
         is_turn_cut = len(staying) > 0 and staying[-1] not in marks
         snapshot, seed, position = None, None, 0
         if log_ids:
-            end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
+            end, reading = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
             seed, position = seed_of(staying), end.position
             before = dataclasses.replace(head, energy_joules=0.0)  # that of the turns that are cut off is not known
-            start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+            start = ResumedSession(
+                head=before,
+                snapshot=None,
+                model=model,
+                tokenizer=tokenizer,
+                rounding=reading.rounding,
+                earlier_numerics=reading.earlier_numerics,
+            )
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
             expected_version=head.version,
@@ -87,8 +93,8 @@ async def _state_after(
     request: RewindRequest,
     turn: Turn,
     held: HeldLease,
-) -> tuple[EndState, StateFormat]:
-    """The state with its pending token, and its `rounding`."""
+) -> tuple[EndState, Reading]:
+    """The state with its pending token, and how it was read."""
     fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
     reading = await read_up_to(
         backend,
@@ -104,4 +110,4 @@ async def _state_after(
     error = turn.error_of(reading.finished)
     if error is not None:
         raise error
-    return reading.end(pending=pending), reading.rounding
+    return reading.end(pending=pending), reading

@@ -106,6 +106,26 @@ async def test_a_rewind_to_a_kept_place_reads_nothing() -> None:
         assert (await snapshot_of(server)).state == state_after((await log_of(server))[:-1])
 
 
+async def test_what_an_earlier_numerics_class_computed_is_told_after_a_rewind_and_a_fork() -> None:
+    """The kept snapshot is of the running class, and goes on from a state of another."""
+    backend = FakeBackend()
+    async with gateway(backend, retained_snapshots=8) as server:
+        await long_turns(server, 2)
+        backend.model = dataclasses.replace(backend.model, numerics="other")
+        for _ in range(3):
+            await say(server, *LONG)
+        position = (await retained_in(server))[3].position
+        ok(await server.client.post(f"/v1/sessions/{KEY.session_id}/fork", json={"id": "branch", "version": 4}))
+        ok(await rewind(server, to_position=position + 100))
+        assert last_request(server).resume is not None
+        for name in (KEY.session_id, "branch"):
+            stored = await server.services.store.load(KEY._replace(session_id=name))
+            header = Snapshot.decode(stored.snapshot or b"").header
+            assert (header.numerics, header.earlier_numerics) == ("other", ("fake",))
+        ok(await rewind(server, to_position=1))
+        assert (await snapshot_of(server)).header.earlier_numerics == ()  # the log alone made it
+
+
 async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() -> None:
     async with gateway(FakeBackend(), retained_snapshots=8) as server:
         log = await long_turns(server)
