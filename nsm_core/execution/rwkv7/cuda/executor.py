@@ -1,4 +1,4 @@
-"""RWKV-7 on a GPU: steps and prompts by the same kernels, recorded as CUDA graphs, states in offset in the pool."""
+"""RWKV-7 on a GPU: steps and prompts by the same kernels, recorded as CUDA graphs, states in place in the pool."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RowCopy:
 
 
 class Rwkv7CudaExecutor:
-    """Rows advance in offset, in the pool (see Executor). A token's bits depend on its own text alone: neither on the
+    """Rows advance in place, in the pool (see Executor). A token's bits depend on its own text alone: neither on the
     rows beside it nor on how the text was cut.
 
     Steps and prompts share one set of buffers: calls must be on one stream. Without a GPU, `graphs` must be False, and
