@@ -198,7 +198,7 @@ def _of_classes(verified: Verified, running: str) -> list[str]:
     newest = verified.numerics or running
     if verified.earlier_numerics:
         before = " and ".join(verified.earlier_numerics)
-        return [f"begun by {before}, made by {newest}, verified as {running}: it differs under each of them"]
+        return [f"made by {before} and {newest}, verified as {running}: it differs under each of them"]
     if verified.numerics is None:
         return []
     return [f"made by {newest}, verified as {running}: set NSM_EXECUTOR to the executor of the former"]

@@ -75,8 +75,8 @@ def test_session_of_two_numerics_classes_is_told_with_both_and_the_one_that_veri
     assert f"; {made}: set NSM_EXECUTOR to the executor of the former\n" in other.stdout
     assert nsm("chat", "--session", session_id, "--max-tokens", 8, stdin="And now?", **int8).exit_code == 0
     mixed = nsm("sessions", "verify", session_id, "--tolerance", "1e-9", **int8)
-    begun = "begun by cpu/int4/native-1, made by cpu/int8/native-1, verified as cpu/int8/native-1"
-    assert f"; {begun}: it differs under each of them\n" in mixed.stdout
+    both = "made by cpu/int4/native-1 and cpu/int8/native-1, verified as cpu/int8/native-1"
+    assert f"; {both}: it differs under each of them\n" in mixed.stdout
     report = json.loads(nsm("sessions", "verify", session_id, "--tolerance", "1e-9", "--json", **int8).stdout)
     assert report["numerics"] == "cpu/int8/native-1"
     assert report["sessions"][0]["earlier_numerics"] == ["cpu/int4/native-1"]
