@@ -34,6 +34,7 @@ BAD = ("diverged", "damaged", "failed")
 VERIFIED: dict[str, str] = {
     "same": "same",
     "diverged": "diverged",
+    "several_numerics": "of several numerics classes, not comparable",
     "damaged": "damaged",
     "other_model": "of another model",
     "other_tokenizer": "of another tokenizer",
@@ -66,7 +67,8 @@ def verify(
         float | None,
         typer.Option(
             min=0.0,
-            help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size.",
+            help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size. Given,"
+            " it also holds for states of several numerics classes.",
             show_default="0.001; 0.05 of one in fp16, 0.2 in int8",
         ),
     ] = None,
@@ -126,12 +128,12 @@ class Report:
     def has_missed_all(self) -> bool:
         """Whether no state was compared since all are of other models."""
         others = self.counts["other_model"] + self.counts["other_tokenizer"]
-        return bool(others) and not self._compared
+        return bool(others) and not self._compared and not self.counts["several_numerics"]
 
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
         self._num_tokens += verified.num_log_tokens
-        form = verified.rounding
+        form = None if verified.verdict == "several_numerics" else verified.rounding
         if form is not None:
             self._compared[form] += 1
         if verified.verdict == "same" and form is not None:
@@ -187,7 +189,10 @@ def _title(name: SessionKey) -> str:
 
 def _because(verified: Verified, running: str) -> str:
     """`running`: the numerics class that states are derived with."""
-    reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
+    if verified.verdict == "several_numerics":
+        reasons = [f"differs by up to {verified.difference:.3g}, --tolerance says how much is too much"]
+    else:
+        reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
     reasons += [] if verified.damage is None else [str(verified.damage)]
     reasons += _of_classes(verified, running)
     return ": " + "; ".join(reasons) if reasons else ""
@@ -239,7 +244,8 @@ async def _verify(
             names = random.sample(names, sample)
         report = Report(backend, tolerances)
         with progress("verify", len(names)) as advance:
-            async with contextlib.aclosing(run(store, backend, names, tolerances=tolerances)) as steps:
+            found = run(store, backend, names, tolerances=tolerances, is_strict=tolerance is not None)
+            async with contextlib.aclosing(found) as steps:
                 async for verified in steps:
                     report.add(verified)
                     advance(report.num_sessions)

@@ -33,7 +33,10 @@ TOLERANCES = {StateFormat.FP32: 1e-3, StateFormat.FP16: 5e-2, StateFormat.INT8: 
 _SMALLEST = 1e-9  # of a length to divide by: a tensor of zeros is compared as it is
 
 FloatArray = NDArray[np.float64]
-Verdict = Literal["same", "empty", "no_state", "diverged", "damaged", "other_model", "other_tokenizer", "busy", "gone"]
+Verdict = Literal[
+    "same", "empty", "no_state", "diverged", "several_numerics", "damaged", "other_model", "other_tokenizer", "busy",
+    "gone",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +45,13 @@ class Divergence:
 
     `what`: a tensor of the state, or "position", "log_length", "pending_token", "penalty_counts", "seed", "marks",
     "layout" or a field of the snapshot's header. `difference`: of a tensor, see `Verified`; else None.
+    `is_of_numbers`: a tensor of floats, all of them finite, so that another numerics class may be the reason.
     """
 
     what: str
     detail: str
     difference: float | None = None
+    is_of_numbers: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,8 @@ class Verified:
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
     `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more. So they
     may with `earlier_numerics`: other classes than `numerics` that computed a part of what led to it.
+    `several_numerics`: it has such classes, and nothing but its numbers differ by more than the tolerance. No one class
+    gives these numbers, so the tolerance tells nothing about them.
     `damage`: the part that cannot be read, and the reason.
     """
 
@@ -77,12 +84,16 @@ async def verify(
     names: Sequence[SessionKey],
     *,
     tolerances: Mapping[StateFormat, float] = TOLERANCES,
+    is_strict: bool = False,
 ) -> AsyncGenerator[Verified]:
-    """One result for each name, in order. Raises StoreUnavailable or EngineDead."""
+    """One result for each name, in order. `is_strict`: states of several numerics classes are held to the tolerances
+    too. Raises StoreUnavailable or EngineDead.
+    """
     for name in names:
         try:
             copy = await read_copy(store, name)
-            yield await _verify_copy(backend, name, copy, tolerances)
+            verified = await _verify_copy(backend, name, copy, tolerances)
+            yield verified if is_strict else _of_several_numerics(verified)
         except NotFound:
             yield Verified(name=name, verdict="gone")
         except (SnapshotCorrupt, NumericalError) as error:
@@ -106,8 +117,9 @@ async def _verify_copy(
     if foreign is None and is_fitting and snapshot.header.position <= len(copy.log_ids):
         differences = await _tensors_that_differ(backend, name, copy, snapshot)
         difference, rounding = max(differences.values()), snapshot.header.rounding
+        floats = {tensor.name for tensor in snapshot.header.layout if tensor.dtype == FLOAT}
         divergences += [
-            Divergence(tensor, f"differs by {size:.3g}", size)
+            Divergence(tensor, f"differs by {size:.3g}", size, tensor in floats and math.isfinite(size))
             for tensor, size in differences.items()
             if not size <= tolerances[rounding]
         ]
@@ -122,6 +134,16 @@ async def _verify_copy(
         numerics=None if numerics == backend.model.numerics else numerics,
         earlier_numerics=snapshot.header.earlier_numerics,
     )
+
+
+def _of_several_numerics(verified: Verified) -> Verified:
+    """With the verdict `several_numerics` where that is why its numbers differ. Counts, and numbers that are none,
+    are wrong under every class.
+    """
+    is_explained = all(found.is_of_numbers for found in verified.divergences)
+    if verified.verdict != "diverged" or not verified.earlier_numerics or not is_explained:
+        return verified
+    return dataclasses.replace(verified, verdict="several_numerics")
 
 
 def _model_of(snapshot: Snapshot, backend: InferenceBackend) -> Literal["other_model", "other_tokenizer"] | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sqlite3
@@ -80,6 +81,55 @@ def test_session_of_two_numerics_classes_is_told_with_both_and_the_one_that_veri
     report = json.loads(nsm("sessions", "verify", session_id, "--tolerance", "1e-9", "--json", **int8).stdout)
     assert report["numerics"] == "cpu/int8/native-1"
     assert report["sessions"][0]["earlier_numerics"] == ["cpu/int4/native-1"]
+    assert (report["counts"]["diverged"], report["counts"]["several_numerics"]) == (1, 0)
+
+
+def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
+    """The snapshot as if another numerics class had begun its session; `position`: so many tokens too far."""
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        where = "WHERE session_id = ?"
+        (raw,) = connection.execute(f"SELECT snapshot FROM snapshots {where}", (session_id,)).fetchone()
+        found = Snapshot.decode(raw)
+        header = dataclasses.replace(
+            found.header, earlier_numerics=("cpu/other/1",), position=found.header.position + position
+        )
+        changed = Snapshot(header, found.state).encode()
+        connection.execute(f"UPDATE snapshots SET snapshot = ? {where}", (changed, session_id))
+    connection.close()
+
+
+def test_sessions_of_several_numerics_classes_are_counted_apart_and_do_not_fail(nsm: Nsm, data_dir: Path) -> None:
+    several, whole = talk(nsm), talk(nsm)
+    change_state(data_dir, several)
+    make_several(data_dir, several)
+    result = nsm("sessions", "verify")
+    assert result.exit_code == 0
+    first, last = result.stdout.splitlines()
+    assert first.startswith(f"default/{several}: of several numerics classes, not comparable: differs by up to 0.")
+    assert "made by cpu/other/1 and " in first
+    assert last.startswith("verify: 1 same, 1 of several numerics classes, not comparable, differing by at most ")
+    done = nsm("sessions", "verify", "--json")
+    report = json.loads(done.stdout)
+    counts = {verdict: count for verdict, count in report["counts"].items() if count}
+    assert (done.exit_code, counts) == (0, {"same": 1, "several_numerics": 1})
+    assert [session["verdict"] for session in report["sessions"]] == ["several_numerics"]
+    assert report["compared"]["fp32"]["num_sessions"] == 1
+    assert nsm("sessions", "verify", several, "--tolerance", 1e-3).exit_code == 1
+    change_state(data_dir, whole)
+    assert nsm("sessions", "verify").exit_code == 1
+
+
+def test_R3_damage_to_a_session_of_several_numerics_classes_stays_a_failure(nsm: Nsm, data_dir: Path) -> None:
+    session_id = talk(nsm)
+    change_state(data_dir, session_id)
+    make_several(data_dir, session_id, position=-1)
+    result = nsm("sessions", "verify")
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"default/{session_id}: diverged: ")
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        connection.execute("UPDATE snapshots SET snapshot = zeroblob(100)")
+    connection.close()
+    assert nsm("sessions", "verify").exit_code == 1
 
 
 def test_rounded_states_are_compared_as_rounded(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
