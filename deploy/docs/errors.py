@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nsm_core.errors import NsmError
@@ -47,13 +47,30 @@ CODES = """
 
 Some errors name their case more closely:
 """
+RESULTS = """
+## Codes in results
+
+Work that fails later has codes of its own, beside those above. A stream that ends with `server_stopping` goes on
+[elsewhere](sessions.md#when-a-server-stops).
+"""
 # Refusals of the connection and of the routing, which have no class of their own.
 OTHERS = (
+    (400, "invalid_http", "The bytes are no HTTP request; the message says where. The connection closes."),
     (405, "method_not_allowed", "The path has other methods; the message and `Allow` name them."),
     (415, "unsupported_media_type", "The body is not JSON, not UTF-8 or encoded; the message names the header."),
     (426, "upgrade_required", "The path is a WebSocket's; the request asks for no upgrade."),
     (431, "head_too_large", "Request line and headers are above 64 KiB; the connection closes."),
 )
+# Codes in results, which no status goes with: where -> codes
+IN_RESULTS: Mapping[str, tuple[str, ...]] = {
+    "a batch's `errors`": ("empty_file", "invalid_line", "too_many_requests", "model_changed"),
+    "a batch's error file": ("batch_expired", "model_changed"),
+    "a fine-tuning job's `error`": (
+        "invalid_training_file", "invalid_validation_file", "invalid_request", "process_ended", "state_refused",
+        "training_failed",
+    ),
+    "a failed response's `error`": ("server_error", "rate_limit_exceeded"),
+}  # fmt: skip
 
 
 def page() -> str:
@@ -62,7 +79,12 @@ def page() -> str:
     kinds += [row(status, code, "no", meaning) for status, code, meaning in OTHERS]
     kinds.append(row(INTERNAL.status, INTERNAL.code, "yes", "A fault of the server; its log has details."))
     head = HEAD.format(refusal=REFUSAL, types=textwrap.fill(f"`type` follows the status: {types()}.", 120))
-    return "\n".join([head.rstrip(), *sorted(kinds), CODES.rstrip(), "", *code_lines()]) + "\n"
+    return (
+        "\n".join(
+            [head.rstrip(), *sorted(kinds), CODES.rstrip(), "", *code_lines(), RESULTS.rstrip(), "", *result_lines()]
+        )
+        + "\n"
+    )
 
 
 def types() -> str:
@@ -94,6 +116,11 @@ def code_lines() -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, 120, subsequent_indent="  ")]
 
 
+def result_lines() -> list[str]:
+    texts = [f"- {where}: {', '.join(f'`{code}`' for code in codes)}" for where, codes in IN_RESULTS.items()]
+    return [line for text in texts for line in textwrap.wrap(text, 120, subsequent_indent="  ")]
+
+
 def closer_codes() -> dict[str, str]:
     """The codes that are given where an error is raised: code -> status and code of its kind."""
     kinds = {kind.__name__: kind for kind in RULES}
@@ -107,19 +134,46 @@ def closer_codes() -> dict[str, str]:
 
 
 def raised_codes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(class, code) of each call like `NotFound(..., code="model_not_found")`, and of functions that have one as a
-    parameter's default.
+    """(class, code) of each call like `NotFound(..., code="model_not_found")`, of functions that return an error and
+    have one as a parameter's default or give one a name, and of subclasses that have one of their own.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name):
-            names = [argument.arg for argument in node.args.args][len(node.args.args) - len(node.args.defaults) :]
-            for name, default in zip(names, node.args.defaults, strict=True):
-                if name == "code" and isinstance(default, ast.Constant):
-                    yield node.returns.id, str(default.value)
+            yield from ((node.returns.id, code) for code in (*default_codes(node), *named_codes(node)))
+        if isinstance(node, ast.ClassDef):
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            yield from ((base, code) for base in bases for code in named_codes(node))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             for keyword in node.keywords:
-                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
-                    yield node.func.id, str(keyword.value.value)
+                if keyword.arg == "code":
+                    yield from ((node.func.id, code) for code in texts_of(keyword.value))
+
+
+def default_codes(node: ast.FunctionDef) -> Iterator[str]:
+    names = [argument.arg for argument in node.args.args][len(node.args.args) - len(node.args.defaults) :]
+    for name, default in zip(names, node.args.defaults, strict=True):
+        if name == "code":
+            yield from texts_of(default)
+
+
+def named_codes(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+    """Of assignments to `code` in the node's own body."""
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "code" for target in statement.targets
+        ):
+            yield from texts_of(statement.value)
+
+
+def texts_of(value: ast.expr) -> Iterator[str]:
+    """The texts that an expression may have, of those that are written in it."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+    elif isinstance(value, ast.IfExp):
+        yield from (*texts_of(value.body), *texts_of(value.orelse))
+    elif isinstance(value, ast.BoolOp):
+        for part in value.values:
+            yield from texts_of(part)
 
 
 if __name__ == "__main__":

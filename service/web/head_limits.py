@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from http import HTTPStatus
 
+from httptools import HttpParserCallbackError, HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 RECEIVE_TIMEOUT_S = 30.0  # for a head; between two pieces of a body
@@ -69,7 +71,7 @@ class BoundedHead(HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE, "head_too_large")
         else:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the request is not valid HTTP", "invalid_http")
+            self._refuse(HTTPStatus.BAD_REQUEST, f"the request is not valid HTTP{_reason()}", "invalid_http")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
@@ -101,6 +103,13 @@ class BoundedHead(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _reason() -> str:
+    """What the parser found, where it is handled; empty where one of our callbacks raised."""
+    error = sys.exception()
+    is_known = isinstance(error, HttpParserError) and not isinstance(error, HttpParserCallbackError)
+    return f": {error}" if is_known and str(error) else ""
 
 
 _TOO_LARGE = f"the request line and the headers must have at most {MAX_HEAD_BYTES} bytes"

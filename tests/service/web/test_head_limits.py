@@ -138,7 +138,22 @@ async def test_a_head_may_have_so_many_bytes_and_no_more(patient_client: RawClie
     assert str(MAX_HEAD_BYTES) in str(error["message"])
 
 
-async def test_invalid_http_gets_the_standard_error_body(patient_client: RawClient) -> None:
-    await patient_client.send(b"\x16\x03\x01 this is TLS\r\n\r\n")
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"\x16\x03\x01 this is TLS\r\n\r\n", "method"),
+        (b"FETCH / HTTP/1.1\r\n\r\n", "method"),
+        (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", "Content-Length"),
+        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", "Duplicate Content-Length"),
+        (CHUNKED.removesuffix(b"0\r\n") + b"zz\r\n", "chunk size"),
+        (b"GET / HTTP/9.1\r\n\r\n", "version"),
+    ],
+    ids=str,
+)
+async def test_invalid_http_gets_the_standard_error_body(patient_client: RawClient, raw: bytes, reason: str) -> None:
+    await patient_client.send(raw)
     error = await refusal(patient_client)
     assert (error["status"], error["code"]) == (400, "invalid_http")
+    message = str(error["message"])
+    assert message.startswith("the request is not valid HTTP: ")
+    assert reason in message
