@@ -11,10 +11,9 @@ _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"7z\xbc\xaf\x27\x1c
 
 
 def describe_foreign(file: RandomAccessFile) -> str:
-    """What the file is and what helps, to follow a refusal; empty if nothing is known."""
+    """What the file is and what helps, to follow a refusal; its size if nothing else is known."""
     head = file.read(0, min(file.size, HEAD_BYTES))
-    found = _described(head, file)
-    return f": {found}" if found else ""
+    return f": {_described(head, file) or f'it has {file.size} bytes of another form'}"
 
 
 def _described(head: bytes, file: RandomAccessFile) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,6 +12,8 @@ import typer
 
 from nsm_core.heap import pause_collection
 from service.settings import Settings, load_settings, shown_default
+
+NUMBERS: Mapping[type, str] = {int: "INTEGER", float: "FLOAT"}  # the settings read them: their refusals say more
 
 
 def serve(ctx: typer.Context, **options: Any) -> None:
@@ -44,7 +47,8 @@ def _option(name: str) -> inspect.Parameter:
     """The default is shown, not set: an option that is absent leaves its variable in force."""
     field = Settings.model_fields[name]
     kind, choices = option_type(field.annotation)
-    metavar = f"[{'|'.join(choices)}]" if choices else None
+    metavar = f"[{'|'.join(choices)}]" if choices else NUMBERS.get(kind)
+    kind = str if kind in NUMBERS else kind
     info = typer.Option(help=field.description, show_default=shown_default(name), metavar=metavar)
     is_repeated = name == "model"
     annotation = Annotated[list[Path] | None if is_repeated else kind | None, info]  # type: ignore[valid-type]

@@ -25,6 +25,7 @@ from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.states.base import NamedState
 from service.transfer.session_file import SessionFile, read_file, write_file
+from service.web.errors import shown
 
 
 async def create_state(
@@ -98,7 +99,7 @@ def _decode_file(data: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest("file must be base64", param="file") from error
+        raise InvalidRequest(f"file must be base64, got {shown(data)}", param="file") from error
 
 
 async def session_file(

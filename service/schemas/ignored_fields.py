@@ -45,7 +45,7 @@ def check_ignored(name: str, value: Any, kind: type) -> None:
         for key, text in value.items():
             if not isinstance(text, str):
                 param = f"metadata.{key}"
-                raise InvalidRequest(f"{quoted(param)} must be a string, got {shown(text)}", param=param)
+                raise InvalidRequest(f"{param} must be a string, got {shown(text)}", param=param)
         check_metadata(value)
     elif name == "reasoning_effort":
         _check_one_of(EFFORTS, value, name)

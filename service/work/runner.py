@@ -61,15 +61,14 @@ class WorkRunner(abc.ABC, Generic[WorkT]):
             await asyncio.wait(tasks)
 
     async def _loop(self) -> None:
-        plural = f"{self._library.noun}s"
         while True:
             self._news.clear()
             try:
                 await self._find()
             except NsmError as error:
-                self._logger.warning("%s are looked for again: %s", plural, error)
+                self._logger.warning("looking again for any open %s: %s", self._library.noun, error)
             except Exception:
-                self._logger.exception("%s are looked for again", plural)
+                self._logger.exception("looking again for any open %s", self._library.noun)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):  # before Python 3.12 `wait_for` may swallow the cancel of its task
                     await self._news.wait()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nsm_core.errors import StorageFull
-from service.stores.sqlite.connection import Result, empty_write_ahead_log, is_full
+from service.stores.sqlite.connection import FULL, Result, empty_write_ahead_log, is_full
 from service.stores.sqlite.schema import page_bytes
 
 BALLAST_BYTES = 8 * 1024 * 1024  # the log of the largest commit of a usual state, 4 MB, and of the pages it replaces
@@ -73,10 +73,15 @@ class Ballast:
         def run_when_full(connection: sqlite3.Connection) -> Result:
             (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
             if num_free * page_bytes(connection) < STATE_BYTES:
-                raise StorageFull("the session store is full")
+                raise self._full(num_free)
             return self._run_in_ballast(connection, work, slack_bytes=0)
 
         return self._guarded(work, run_when_full)
+
+    def _full(self, num_free: int) -> StorageFull:
+        error = StorageFull(FULL)
+        error.add_note(f"{self._database}: {num_free} free pages in the database")  # for the operator
+        return error
 
     def _guarded(self, work: Work[Result], run_when_full: Work[Result]) -> Work[Result]:
         """`work`; `run_when_full` where the disk is full, for it or for the ballast."""

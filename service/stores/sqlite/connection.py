@@ -19,6 +19,7 @@ _WHOLE = ("COMMIT", ("ROLLBACK",))
 _PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
+FULL = "the session store is full: delete sessions, or free its disk (the server's log has the path)"
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
 
@@ -175,7 +176,7 @@ def _by_code(error: sqlite3.Error) -> NsmError:
     """By SQLite's primary result code, the low byte of the extended one."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if is_full(error):
-        return StorageFull("the session store is full")
+        return StorageFull(FULL)
     if is_busy(error):
         return StoreUnavailable("the session store is locked by another process")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(NO_TABLE):

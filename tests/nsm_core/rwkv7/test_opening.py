@@ -272,7 +272,7 @@ WEB_PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"
         (b"", "GGUF: it is empty"),
         (b"Entry not found\n", "GGUF: it holds the text 'Entry not found\\n'"),
         (b'{"error": "Repository not found"}', """GGUF: it holds the text '{"error": "Repository not found"}'"""),
-        (b"\x80\x02}q\x00.", "GGUF"),
+        (b"\x80\x02}q\x00.", "GGUF: it has 6 bytes of another form"),
         (LFS_POINTER, "GGUF: it is a Git LFS pointer, `git lfs pull` fetches the file itself"),
         (WEB_PAGE, "GGUF: it is a web page"),
         (b"\x1f\x8b\x08" + b"0" * 99, "GGUF: it is compressed, unpack it first"),

@@ -50,6 +50,8 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--port", "80x", "NSM_PORT (--port): must be an integer, got '80x'"),
+        ("--grace-s", "soon", "NSM_GRACE_S (--grace-s): must be a number, got 'soon'"),
         ("--port", 70000, "NSM_PORT (--port): must be at most 65535, got '70000'"),
         (
             "--store",

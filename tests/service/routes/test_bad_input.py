@@ -80,7 +80,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt_cache_key": False}, ["prompt_cache_key must be a string, got false"]),
     ({"parallel_tool_calls": 1}, ["parallel_tool_calls must be a boolean (true or false), got 1"]),
     ({"metadata": "x"}, ["metadata must be a JSON object"]),
-    ({"metadata": {"a": 1}}, ["'metadata.a' must be a string, got 1"]),
+    ({"metadata": {"a": 1}}, ["metadata.a must be a string, got 1"]),
     ({"metadata": {str(n): "" for n in range(17)}}, ["at most 16 pairs, got 17"]),
     ({"suffix": "end"}, ["not supported", '"end"']),
     ({"reasoning_effort": "huge"}, ["reasoning_effort must be one of", '"huge"']),

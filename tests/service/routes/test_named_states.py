@@ -312,6 +312,13 @@ async def test_a_body_that_makes_no_state_is_refused_by_name(
     assert (refused.status_code, error_of(refused)["param"]) == (400, param)
 
 
+async def test_file_that_is_no_base64_is_shown_in_the_refusal(server: Gateway) -> None:
+    refused = await post(server, "/v1/states", name="x", file="!" * 1000)
+    message = error_of(refused)["message"]
+    assert message.startswith('file must be base64, got "!!!')
+    assert len(message) < 200
+
+
 @pytest.mark.parametrize(
     ("session", "status", "param"),
     [

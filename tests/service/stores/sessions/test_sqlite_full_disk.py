@@ -244,8 +244,9 @@ async def test_a_full_disk_refuses_new_sessions_until_the_ballast_can_be_made_ag
         fill_with_other_data(disk)
         head = await commit(store, heads[0], num_floats=STATE_FLOATS, new_ids=tuple(range(30_000)))
         assert path.with_name("sessions.db-ballast").stat().st_size < BALLAST_BYTES  # the token log took some
-        with pytest.raises(StorageFull):
+        with pytest.raises(StorageFull, match="delete sessions, or free its disk") as refused:
             await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        assert str(path) in refused.value.with_notes()
         await commit_turns(store, head, 3)
         (disk / "other").unlink()
         await delete(store, heads[1])
