@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable
 
 from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
 from nsm_core.errors import NsmError, SnapshotCorrupt
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
 from service.backends.base import Generation, InferenceBackend
 from service.state.prefill import read_again
+from service.state.resume import ResumedSession
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot
@@ -36,6 +39,17 @@ class Reading:
         if found is None:
             raise self.finished.error or NsmError("the session's log could not be read again")
         return EndState(state=found.state, position=found.position, pending=pending, new_ids=(), generated_counts={})
+
+    def resumed(self, head: SessionHead, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession:
+        """The session of `head` at the state that was read, to encode its next snapshot from."""
+        return ResumedSession(
+            head=head,
+            snapshot=None,
+            model=model,
+            tokenizer=tokenizer,
+            rounding=self.rounding,
+            earlier_numerics=self.earlier_numerics,
+        )
 
 
 async def read_up_to(

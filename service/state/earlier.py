@@ -15,7 +15,7 @@ from service.state.copies import SessionCopy
 from service.state.log_location import marks_up_to
 from service.state.other_model import require_own_model
 from service.state.rebuild import sampled_counts, seed_of
-from service.state.resume import ResumedSession, head_at, resume
+from service.state.resume import head_at, resume
 from service.stores.sessions.base import LogMark, LogPoint, LogTail, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import not_found
 
@@ -52,14 +52,7 @@ async def copy_at(
     )
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=marks[-1].version - 1, energy_joules=0.0)
-    start = ResumedSession(
-        head=before,
-        snapshot=None,
-        model=model,
-        tokenizer=tokenizer,
-        rounding=reading.rounding,
-        earlier_numerics=reading.earlier_numerics,
-    )
+    start = reading.resumed(before, model, tokenizer)
     snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), state_format=state_format)
     head = dataclasses.replace(
         copy.head,

@@ -13,7 +13,7 @@ from service.state.at_position import Reading, read_up_to, with_newest
 from service.state.log_location import LogLocation, marks_up_to
 from service.state.other_model import require_own_model
 from service.state.rebuild import sampled_counts, seed_of
-from service.state.resume import ResumedSession, require_version, resume
+from service.state.resume import require_version, resume
 from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.turns.lease import HeldLease
@@ -62,14 +62,7 @@ async def rewind_session(
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
             seed, position = seed_of(staying), end.position
             before = dataclasses.replace(head, energy_joules=0.0)  # that of the turns that are cut off is not known
-            start = ResumedSession(
-                head=before,
-                snapshot=None,
-                model=model,
-                tokenizer=tokenizer,
-                rounding=reading.rounding,
-                earlier_numerics=reading.earlier_numerics,
-            )
+            start = reading.resumed(before, model, tokenizer)
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
             expected_version=head.version,
