@@ -1,4 +1,4 @@
-# Every target sets up what it needs; the second run of any of them starts at once.
+# Every target sets up what it needs, in the same .venv; the second run of any of them starts at once.
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 # Torch comes first and by version alone, because its builds differ from platform to platform;
 # TORCH_PIP_ARGS passes pip options for it, say another index with CPU-only builds.
@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 AUDIT := $(BIN)/uv tool run pip-audit==2.10.1 --strict --no-deps --disable-pip
 READY := $(VENV)/.ready-torch-$(TORCH_VERSION)
+SERVABLE := $(VENV)/.servable-torch-$(TORCH_VERSION)
 NATIVE := $(wildcard nsm_core/execution/native/src/*) nsm_core/execution/native/build.py
 PYTEST := $(BIN)/python -m pytest
 
@@ -20,15 +21,20 @@ PYTEST := $(BIN)/python -m pytest
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): requirements.lock pyproject.toml $(NATIVE)
-	@scripts/setup "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
+# Developers' packages include those that serve.
+$(READY): requirements.lock scripts/serve.lock pyproject.toml $(NATIVE)
+	@scripts/setup "$(PYTHON)" "$(VENV)" requirements.lock "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
+	@touch $(SERVABLE) $@
+
+$(SERVABLE): scripts/serve.lock pyproject.toml $(NATIVE)
+	@scripts/setup "$(PYTHON)" "$(VENV)" scripts/serve.lock "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
 	@touch $@
 
 .PHONY: setup
-setup: $(READY)  ## create the environment in .venv, nothing else
+setup: $(READY)  ## create the environment in .venv, developers' tools included
 
 .PHONY: serve
-serve: $(READY)  ## serve the bundled model on 127.0.0.1:8000; options: ARGS="--port 9000"
+serve: $(SERVABLE)  ## serve the bundled model on 127.0.0.1:8000; options: ARGS="--port 9000"
 	@$(BIN)/nsm serve $(ARGS)
 
 .PHONY: check

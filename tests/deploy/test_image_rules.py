@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
 DOCKERFILES = [DOCKERFILE, ROOT / "tests" / "deploy" / "triton_stand_in" / "Dockerfile"]
 LOCKS = ROOT / "deploy" / "image"
+SERVE = ROOT / "scripts" / "serve.lock"
 FINAL = ("gateway", "triton", "loadtest")
 
 
@@ -31,6 +32,10 @@ def entries(lock: Path) -> dict[str, str]:
     return {
         entry.split("==")[0]: entry.strip() for entry in re.split(r"^(?=[a-z0-9.-]+==)", text, flags=re.MULTILINE)[1:]
     }
+
+
+def lock_name(lock: Path) -> str:
+    return str(lock.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=["images", "stand-in"])
@@ -84,16 +89,16 @@ def test_torch_is_the_makefiles() -> None:
     assert set(re.findall(r"^ARG TORCH_VERSION=(\S+)", DOCKERFILE.read_text(), re.MULTILINE)) == {wanted[1]}
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "loadtest.lock"])
-def test_images_have_what_was_tested(lock: str) -> None:
+@pytest.mark.parametrize("lock", [LOCKS / "requirements.lock", LOCKS / "loadtest.lock", SERVE], ids=lock_name)
+def test_images_and_make_serve_have_what_was_tested(lock: Path) -> None:
     """The same versions with the same hashes; after a change of dependencies: `make lock`."""
-    tested, shipped = entries(ROOT / "requirements.lock"), entries(LOCKS / lock)
+    tested, shipped = entries(ROOT / "requirements.lock"), entries(lock)
     assert {name: entry for name, entry in shipped.items() if tested.get(name) != entry} == {}
     assert {"fastapi", "redis", "tritonclient", "opentelemetry-sdk"} <= set(shipped)
     assert not {"mypy", "ruff", "torch", "triton"} & set(shipped)
 
 
-@pytest.mark.parametrize("lock", ["build.lock", "requirements.lock", "loadtest.lock"])
-def test_locks_have_hashes_and_name_no_place(lock: str) -> None:
-    assert "://" not in (LOCKS / lock).read_text()
-    assert [name for name, entry in entries(LOCKS / lock).items() if "--hash=sha256:" not in entry] == []
+@pytest.mark.parametrize("lock", [*sorted(LOCKS.glob("*.lock")), SERVE], ids=lock_name)
+def test_locks_have_hashes_and_name_no_place(lock: Path) -> None:
+    assert "://" not in lock.read_text()
+    assert [name for name, entry in entries(lock).items() if "--hash=sha256:" not in entry] == []

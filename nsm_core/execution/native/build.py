@@ -1,4 +1,4 @@
-"""Compiles the kernels: `python -m nsm_core.execution.native.build`, which `make setup` runs.
+"""Compiles the kernels: `python -m nsm_core.execution.native.build`, which `make serve` runs.
 
 A plain shared library with a C interface: no Python headers, no build system, one library for every Python. It is named
 after a hash of its sources, so a library of other sources is never loaded, and nothing compiles while a server runs.

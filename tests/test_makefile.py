@@ -1,0 +1,46 @@
+"""What the targets of the Makefile set up, by what `make -n` would run; nothing is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def planned(venv: Path, target: str) -> str:
+    """Commands that `make TARGET` would run with its environment in `venv`."""
+    command = ["make", "--dry-run", "--no-print-directory", target, f"VENV={venv}", "PYTHON=python3"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def ready_files(commands: str) -> list[Path]:
+    return [Path(name) for line in re.findall(r"^touch (.+)$", commands, re.MULTILINE) for name in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("target", "lock"),
+    [("serve", "scripts/serve.lock"), ("check", "requirements.lock"), ("setup", "requirements.lock")],
+)
+def test_target_installs_the_packages_that_it_needs_once(tmp_path: Path, target: str, lock: str) -> None:
+    first = planned(tmp_path, target)
+    assert re.findall(r"^scripts/setup .*?(\S+\.lock)", first, re.MULTILINE) == [lock]
+    for ready in ready_files(first):
+        ready.touch()
+    assert "scripts/setup" not in planned(tmp_path, target)
+
+
+def test_serving_starts_at_once_after_a_whole_setup_but_not_the_other_way_round(tmp_path: Path) -> None:
+    servable = ready_files(planned(tmp_path, "serve"))
+    for ready in servable:
+        ready.touch()
+    whole = planned(tmp_path, "test-fast")
+    assert "requirements.lock" in whole
+    for ready in servable:
+        ready.unlink()
+    for ready in ready_files(whole):
+        ready.touch()
+    assert planned(tmp_path, "serve").splitlines() == [f"{tmp_path}/bin/nsm serve "]
