@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,6 +68,27 @@ def test_tokens_and_states_are_those_of_single_steps(kind: str, num_threads: int
     assert at_once.decode_rounds(ROWS, make_inputs()).tolist() == by_single_steps(plain, 12)
     for row in ROWS:
         assert at_once.pool.pack(row) == plain.pool.pack(row)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("kind", ["keyed", "window-int4", "sigmoid-fp16-states"])
+def test_rows_that_threads_decode_on_their_own_have_the_same_tokens_and_states(kind: str, num_threads: int) -> None:
+    """Seven rows are shared out unevenly; the tokens of a round that ends the call are all there."""
+    rows = range(7)
+    inputs = dataclasses.replace(
+        make_inputs(list(rows)),
+        choices=pack_rows([SamplingRow(params=PARAMS[row % 3], position=1, generated_counts={}) for row in rows]),
+        end_ids=[frozenset[int]()] * len(rows),
+    )
+    plain, shared = (make_native(kind, num_rows=7, num_threads=threads) for threads in (1, num_threads))
+    for executor in (plain, shared):
+        open_rows(executor, rows)
+    tokens = shared.decode_rounds(rows, inputs)
+    assert tokens.tolist() == plain.decode_rounds(rows, inputs).tolist()
+    ids = tokens[-1].tolist()
+    assert shared.step(rows, ids).equal(plain.step(rows, ids))
+    for row in rows:
+        assert shared.pool.pack(row) == plain.pool.pack(row)
 
 
 def test_the_given_inputs_stay_as_they_are() -> None:

@@ -31,6 +31,23 @@ int64_t choose(const Kernels& kernels, const float* logits, int n, const Choice&
   return draw(kernels, logits, n, choice.wholes, choice.parts, weights);
 }
 
+// One token of each of the rows [first, first + count), to tokens [count]. Raises bad_alloc.
+void decode_rows(Runner& runner, const Slice& slice, const int32_t* ones, int first, int count, int64_t* tokens) {
+  const int n = runner.vocab_size();
+  float *hidden = slice.hidden + int64_t{first} * runner.width(), *logits = slice.logits + int64_t{first} * n;
+  runner.run(slice.rows + first, ones, count, slice.ids + first, hidden);
+  runner.logits(hidden, count, logits);
+  std::atomic<bool> has_memory{true};
+  runner.share(count, [&](int row, int) {
+    try {
+      tokens[row] = choose(runner.kernels(), logits + int64_t{row} * n, n, slice.choices[first + row]);
+    } catch (const std::bad_alloc&) {
+      has_memory = false;
+    }
+  });
+  if (!has_memory) throw std::bad_alloc();
+}
+
 // Takes the round's tokens as the next inputs. True: a row needs the caller.
 bool ends(const Slice& slice, const int64_t* tokens) {
   bool is_over = false;
@@ -50,16 +67,13 @@ bool ends(const Slice& slice, const int64_t* tokens) {
 int decode(Runner& runner, const Slice& slice) {
   using Clock = std::chrono::steady_clock;
   const std::vector<int32_t> ones(slice.num_rows, 1);
-  const int n = runner.vocab_size();
   const Clock::time_point began = Clock::now();
   for (int round = 0;;) {
     int64_t* tokens = slice.tokens + static_cast<int64_t>(round) * slice.num_rows;
-    runner.run(slice.rows, ones.data(), slice.num_rows, slice.ids, slice.hidden);
-    runner.logits(slice.hidden, slice.num_rows, slice.logits);
     std::atomic<bool> has_memory{true};
-    runner.share(slice.num_rows, [&](int row, int) {
+    runner.over_lanes(slice.num_rows, [&](Runner& lane, int first, int count) {
       try {
-        tokens[row] = choose(runner.kernels(), slice.logits + static_cast<int64_t>(row) * n, n, slice.choices[row]);
+        decode_rows(lane, slice, ones.data(), first, count, tokens + first);
       } catch (const std::bad_alloc&) {  // which must not leave a thread
         has_memory = false;
       }

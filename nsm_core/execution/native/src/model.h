@@ -144,6 +144,9 @@ struct HeadPlace {
   float* tail;
 };
 
+// Rows of a lane (see Runner::over_lanes), at least: each lane goes through all weights.
+constexpr int LEAST_LANE_ROWS = 2;
+
 class Runner {
  public:
   // `positions` [rows]; slots and rings: for each layer the first row's state, nullptr where the layer has none.
@@ -155,7 +158,7 @@ class Runner {
     bool is_half;  // slots and rings: see kernels.h
   };
 
-  Runner(const Model& model, States states, int num_threads, int piece_tokens);
+  Runner(const Model& model, const States& states, int num_threads, int piece_tokens);
   // Row rows[i] reads counts[i] tokens; hidden [sum of counts, d].
   void run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden);
   void logits(const float* hidden, int tokens, float* out);
@@ -164,10 +167,26 @@ class Runner {
   void share(int count, const Task& task) {
     team_.run(count, task);
   }
+  // Calls task(runner, first, rows) for parts of the rows, each on a runner of one thread; with all rows and this one where they are
+  // few. Threads that share every matrix all wait for memory at the slots of each layer, and then all for arithmetic; runners that go
+  // through the layers on their own wait for it at different times, and none waits for the others before the end.
+  template <typename Task>
+  void over_lanes(int num_rows, const Task& task) {
+    const int lanes = static_cast<int>(lanes_.size());
+    if (lanes == 0 || num_rows < LEAST_LANE_ROWS * lanes) return task(*this, 0, num_rows);
+    team_.run_long(lanes, [&](int lane, int) {
+      const int first = lane * num_rows / lanes;
+      task(*lanes_[lane], first, (lane + 1) * num_rows / lanes - first);
+    });
+  }
   int vocab_size() const { return model_.shape.vocab_size; }
+  int width() const { return model_.shape.d_model; }
   const Kernels& kernels() const { return model_.kernels; }
 
  private:
+  Runner(const Model& model, const States& states, int num_threads, int piece_tokens, int64_t most_ahead);
+  // All rows in pieces, with the threads of this runner.
+  void read(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden);
   void run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden);
   void start(const std::vector<Span>& spans, const int32_t* ids, int tokens);
   void mix(int index, const std::vector<Span>& spans, int tokens);
@@ -186,6 +205,7 @@ class Runner {
   const Model& model_;
   const States states_;
   Team team_;
+  std::vector<std::unique_ptr<Runner>> lanes_;  // as many as threads, if there are several
   const int piece_tokens_;
   const int64_t most_ahead_;
   int routing_stride_, score_floats_, keyed_floats_;

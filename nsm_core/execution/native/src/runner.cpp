@@ -9,16 +9,18 @@ namespace nsm {
 namespace {
 
 constexpr int64_t MIB = int64_t{1} << 20;
+constexpr int LANE_TOKENS = 32;  // of a lane's piece; products of so many do not wait for memory
 
-// Bytes that are fetched early: they have to stay in a cache meanwhile. That is the last one, or a large second one, half of which
-// weights need: processors that have it put hardly anything into the last one that leaves it unused.
-int64_t most_ahead() {
+// Bytes that are fetched early: they have to stay in a cache meanwhile. That is the last one, which `sharing` runners fill together,
+// or a large second one, half of which weights need: processors that have it put hardly anything into the last one that leaves it
+// unused.
+int64_t most_ahead(int sharing) {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   const int64_t second_level = sysconf(_SC_LEVEL2_CACHE_SIZE);
 #else
   const int64_t second_level = 0;
 #endif
-  return second_level > MIB ? second_level / 2 : 16 * MIB;
+  return second_level > MIB ? second_level / 2 : 16 * MIB / sharing;
 }
 
 // The most that any layer of the model has of something.
@@ -49,8 +51,14 @@ int keyed_floats_of(const Model& model, int piece_tokens) {
 
 }  // namespace
 
-Runner::Runner(const Model& model, States states, int num_threads, int piece_tokens)
-    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), most_ahead_(most_ahead()) {
+Runner::Runner(const Model& model, const States& states, int num_threads, int piece_tokens)
+    : Runner(model, states, num_threads, piece_tokens, most_ahead(1)) {
+  for (int lane = 0; num_threads > 1 && lane < num_threads; ++lane)
+    lanes_.emplace_back(new Runner(model, states, 1, LANE_TOKENS, most_ahead(num_threads)));
+}
+
+Runner::Runner(const Model& model, const States& states, int num_threads, int piece_tokens, int64_t most_ahead)
+    : model_(model), states_(states), team_(num_threads), piece_tokens_(piece_tokens), most_ahead_(most_ahead) {
   const Shape& shape = model.shape;
   const size_t tokens = piece_tokens, d = shape.d_model, threads = num_threads;
   routing_stride_ = most_of(model, [&](const Layer& layer) { return tiles_of(shape.routing_rows(layer.kind)) * LANES; });
@@ -78,6 +86,14 @@ Runner::Runner(const Model& model, States states, int num_threads, int piece_tok
 }
 
 void Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
+  if (std::any_of(counts, counts + num_rows, [](int32_t count) { return count != 1; }))
+    return read(rows, counts, num_rows, ids, hidden);
+  over_lanes(num_rows, [&](Runner& runner, int first, int count) {
+    runner.read(rows + first, counts + first, count, ids + first, hidden + int64_t{first} * model_.shape.d_model);
+  });
+}
+
+void Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
   over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
     run_piece(spans, ids, tokens, hidden);
     ids += tokens;

@@ -27,7 +27,18 @@ class Team {
   // Calls task(index, thread) for each index in [0, count), count < 2^20; returns when all are done.
   template <typename Task>
   void run(int count, const Task& task) {
-    if (workers_.empty() || count == 1 || Clock::now() < alone_until_) {
+    if (!workers_.empty() && count > 1 && Clock::now() < alone_until_) {
+      for (int index = 0; index < count; ++index) task(index, 0);
+      return;
+    }
+    run_long(count, task);
+  }
+
+  // The same of tasks of milliseconds, which are shared whatever the last ones waited for: a thread that loses its core meanwhile
+  // costs less than all of its task.
+  template <typename Task>
+  void run_long(int count, const Task& task) {
+    if (workers_.empty() || count == 1) {
       for (int index = 0; index < count; ++index) task(index, 0);
       return;
     }
