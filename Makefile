@@ -16,6 +16,9 @@ READY := $(VENV)/.ready-torch-$(TORCH_VERSION)
 SERVABLE := $(VENV)/.servable-torch-$(TORCH_VERSION)
 NATIVE := $(wildcard nsm_core/execution/native/src/*) nsm_core/execution/native/build.py
 PYTEST := $(BIN)/python -m pytest
+# By files: what a file's tests share is made once. The order is that of tests/support/order.py, not of xdist.
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE  # the many processes that tests start compile nothing twice
 
 .PHONY: help
 help:  ## list the targets
@@ -57,11 +60,11 @@ clients: $(READY)  ## install the client libraries of tests/integration/test_cli
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
-	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(TWO_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY)  ## units and contracts without any service, in under 90 s; options: PYTEST_ARGS="-k engine"
-	$(PYTEST) --fast -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) --fast $(TWO_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: image-test
 image-test: $(READY)  ## build the container images and start them; root, buildah and debootstrap; minutes

@@ -24,6 +24,7 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from service.backends.triton.dev_server import default_home
 from tests.support.control_groups import group_root
 from tests.support.counts import enable_soak, is_soak
+from tests.support.order import longest_first
 from tests.support.samples import sample_texts
 from tests.support.tiers import Tier, Tiers
 
@@ -77,6 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = chosen
+    if hasattr(config, "workerinput"):  # of xdist
+        items[:] = longest_first(items)
     for marker, reason in _missing().items():
         for item in items:
             if item.get_closest_marker(marker):

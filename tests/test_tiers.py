@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.order import LONGEST, longest_first
 from tests.support.tiers import ROOT, Tier, Tiers, is_below
 
 
@@ -55,3 +57,15 @@ def test_a_service_is_met_before_soak(marker: str) -> None:
         if re.search(rf"mark\.{marker}\b", path.read_text("utf-8"))
     ]
     assert [path for path in using if tiers.of_id(str(path.relative_to(ROOT))) < Tier.SOAK]
+
+
+def test_every_file_that_the_order_names_exists_and_is_named_once() -> None:
+    assert [path for path in LONGEST if not (ROOT / path).is_file()] == []
+    assert len(set(LONGEST)) == len(LONGEST)
+
+
+def test_the_longest_files_come_first_and_tests_of_a_file_stay_together() -> None:
+    others = ["tests/a.py::test_a", "tests/b.py::test_b", "tests/b.py::test_a"]
+    last, first = f"{LONGEST[1]}::test_b[x]", f"{LONGEST[0]}::test_c"
+    items = [SimpleNamespace(nodeid=nodeid) for nodeid in (others[0], last, others[1], first, others[2])]
+    assert [item.nodeid for item in longest_first(items)] == [first, last, *others]

@@ -128,6 +128,7 @@ async def test_P3_R14_a_server_goes_on_with_its_turns_after_a_restart(
         await read_on_like(server, turn, response, expected)
 
 
+@pytest.mark.timeout(400)  # up to ten processes that import torch, half of them at once
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
 async def test_P3_R14_turns_go_on_after_kill_9_of_the_supervisor_alone(
