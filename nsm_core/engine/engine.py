@@ -201,6 +201,7 @@ class Engine:
             self._step_overlapped(in_flight, plan, events)
         else:
             self._step_alone(plan, events)
+        self.held.flush()
         if not self._active.by_id:
             self._stats.idle()
         seconds = time.monotonic() - started
@@ -346,6 +347,7 @@ class Engine:
             self._active.start(assignment.slot, sequence)
             self._stats.counters.tokens_resumed += sequence.resumed_position
         self._runner.start_fresh()
+        self.held.flush()
 
 
 class StepFailures:

@@ -18,7 +18,7 @@ import torch
 
 from nsm_core.engine.request import NamedState
 from nsm_core.state.pool import StatePool
-from nsm_core.state.row_copies import StateRows
+from nsm_core.state.row_copies import RowCopy, StateRows, copy_rows
 from nsm_core.state.spec import State
 
 DEVICE_SHARE = 0.25  # of the memory that is free on a GPU when the engine starts
@@ -62,7 +62,8 @@ class HeldStart:
 class HeldStates:
     """Of one engine. The least recently used go when they take more than `max_bytes`, also those with a name.
 
-    `hold` and `HeldStart.copy_to` belong to the engine's thread, everything else to any.
+    `hold`, `HeldStart.copy_to` and `flush` belong to the engine's thread, everything else to any. `flush` makes all
+    copies of a step together: until then their rows may have no other use.
     """
 
     def __init__(self, pool: StatePool, *, max_bytes: int, max_device_bytes: int | None = None) -> None:
@@ -86,6 +87,8 @@ class HeldStates:
         self._num_on_device = 0
         self._moving: list[tuple[torch.cuda.Event, _Entry, _Row]] = []  # until the host has them
         self._side = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
+        self._copies: list[RowCopy] = []  # that `flush` will make,
+        self._unwritten: list[_Entry] = []  # whose rows get their content by it
 
     @property
     def num_states(self) -> int:
@@ -98,19 +101,38 @@ class HeldStates:
 
     @torch.inference_mode()
     def hold(self, slot: int) -> int:
-        """Keeps a copy of the pool's row, and returns its number. Does not wait."""
+        """Keeps a copy of the pool's row, which `flush` makes, and returns its number. Does not wait."""
+        if len(self._entries) >= self._max_states:
+            self.flush()  # what goes now may be one of this step, and its row the next one's
         with self._lock:
             while len(self._entries) >= self._max_states:
                 self._drop(next(iter(self._entries)))
             row = self._take_row()
-        row.block.copy_from(row.index, self._pool.rows, slot)
-        entry = _Entry(row, written=self._record())
-        with self._lock:
+            entry = _Entry(row)
             number = next(self._numbers)
             self._entries[number] = entry
             self._num_on_device += self._is_gpu
-            self._spill()
+        self._copies.append(RowCopy(row.block, row.index, self._pool.rows, slot))
+        self._unwritten.append(entry)
+        if self._pool.poison:
+            self.flush()  # the slot's row is poisoned when it is free
         return number
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Makes the copies that `hold` and `HeldStart.copy_to` left to it. Does not wait."""
+        if not self._copies:
+            return
+        copies, self._copies = self._copies, []
+        copy_rows(copies)
+        unwritten, self._unwritten = self._unwritten, []
+        if not unwritten:
+            return
+        written = self._record()
+        with self._lock:
+            for entry in unwritten:
+                entry.written = written
+            self._spill()
 
     def take(self, number: int) -> HeldStart | None:
         """For a request that starts from the state, which stays here; None if it is not here."""
@@ -217,11 +239,11 @@ class HeldStates:
 
     @torch.inference_mode()
     def _copy_to(self, entry: _Entry, slot: int) -> None:
-        if entry.written is not None:
-            torch.cuda.current_stream(self._device).wait_event(entry.written)
-        if entry.row is not None:
-            self._pool.rows.copy_from(slot, entry.row.block, entry.row.index)
+        if entry.row is not None:  # it was written in this stream
+            self._copies.append(RowCopy(self._pool.rows, slot, entry.row.block, entry.row.index))
         elif entry.on_host is not None:
+            if entry.written is not None:
+                torch.cuda.current_stream(self._device).wait_event(entry.written)
             for name, tensor in self._pool.tensors.items():
                 tensor[slot].copy_(entry.on_host[name][0], non_blocking=True)
 

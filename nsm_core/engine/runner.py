@@ -20,11 +20,12 @@ from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
 from nsm_core.engine.token_rows import TokenRows
 from nsm_core.errors import GrammarFailed, NumericalError
 from nsm_core.execution.base import DecodeInputs, Executor, Rounds
-from nsm_core.sampling.device import PendingTokens, to_device
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
 from nsm_core.state.spec import State
+from nsm_core.state.to_device import to_device
 
 
 class HiddenStates:

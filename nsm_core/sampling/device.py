@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from torch import Tensor
 from nsm_core.sampling.masks import TokenMasks
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import NOT_FINITE
+from nsm_core.state.to_device import to_device
 
 # The columns of a row's parameters, see `choose_tokens`; the third, its position, is set for each token
 _PARAMS = struct.Struct("<QQQQddd")
@@ -112,17 +113,6 @@ def fits_device(logits: Tensor) -> bool:
     from nsm_core.sampling.kernel import LARGEST_VOCABULARY
 
     return logits.dtype == torch.float32 and logits.stride(-1) == 1 and logits.shape[-1] <= LARGEST_VOCABULARY
-
-
-def to_device(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, in the order of launches. Pinned memory, so a GPU is not waited for."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    if device.type != "cuda":
-        return tensor.to(device)
-    # filled rather than made by `pin_memory`, which asks the driver about the old memory first
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor)
-    return pinned.to(device, non_blocking=True)
 
 
 def pack_rows(rows: Sequence[PackedRow]) -> npt.NDArray[np.int64]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nsm_core.state.pages import Pages
 from nsm_core.state.row_copies import StateRows
 from nsm_core.state.spec import State, StateSpec
+from nsm_core.state.to_device import to_device
 
 # What a freed row reads as in its int64 tensors, where there is no NaN.
 POISON_INT = torch.iinfo(torch.int64).min
@@ -45,7 +47,7 @@ class StatePool:
             self._storage = _allocate(spec, num_rows, device, held_as)
         self._rows = StateRows(self._storage)
         self._leased: set[int] = set()
-        self._poison = poison
+        self.poison = poison
         if poison:
             for row in range(num_rows):
                 self._fill_with_poison(row)
@@ -76,7 +78,7 @@ class StatePool:
         """The row may be leased again; its old content is lost."""
         self.check_leased((row,))
         self._leased.remove(row)
-        if self._poison:
+        if self.poison:
             self._fill_with_poison(row)
 
     def gather(self, rows: Sequence[int]) -> State:
@@ -140,7 +142,7 @@ class StatePool:
 
     def give_back(self) -> None:
         """While no row is leased, the system may have the memory of all of them; leased ones take it again."""
-        if not self._leased and not self._poison:
+        if not self._leased and not self.poison:
             for pages in self._pages:
                 pages.give_back()
 
@@ -156,9 +158,7 @@ class StatePool:
         return storage
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        device, index = next(iter(self._storage.values())).device, torch.tensor(rows, dtype=torch.int64)
-        # a copy of memory that may move would wait for all that a GPU has to do
-        return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+        return to_device(np.array(rows, np.int64), next(iter(self._storage.values())).device)
 
     def check_leased(self, rows: Sequence[int]) -> None:
         """Raises RuntimeError unless there are rows, leased and distinct."""

@@ -86,15 +86,18 @@ class DecodeStep:
         device = weights.embedding.device
         self._weights, self._config, self._states = weights, config, states
         self._inputs = torch.full((2 * _even(max_batch),), NO_ROW, dtype=torch.int64, device=device)
+        self._views: dict[int, Tensor] = {}  # of the inputs, by batch: they take longer to make than a launch
         self._buffers = make_buffers(weights, config, self.inputs(max_batch))
-        self._cut: dict[int, Buffers] = {}  # by batch: views take longer to make than a launch
+        self._cut: dict[int, Buffers] = {}  # views too
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
         self._may_chain = may_chain(device)
 
     def inputs(self, batch: int) -> Tensor:
         """[2, batch or one more] int64: rows of the pool, NO_ROW for padding, and ids."""
-        return self._inputs[: 2 * _even(batch)].view(2, _even(batch))
+        if batch not in self._views:
+            self._views[batch] = self._inputs[: 2 * _even(batch)].view(2, _even(batch))
+        return self._views[batch]
 
     def buffers(self, batch: int) -> Buffers:
         """Those of the first `batch` rows."""

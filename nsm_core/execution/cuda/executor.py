@@ -19,12 +19,14 @@ from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.recording import record
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import NsmModel
-from nsm_core.sampling.device import launch_samplers, to_device
+from nsm_core.sampling.device import launch_samplers
 from nsm_core.sampling.kernel import LARGEST_VOCABULARY
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
+from nsm_core.state.row_copies import launch_copy
 from nsm_core.state.spec import State
+from nsm_core.state.to_device import to_device
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -88,7 +90,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _launch_unrecorded(self) -> None:
-        """Logits of steps and, in fp32, of prompts; the kernels of sampling and overlap."""
+        """Logits of steps and, in fp32, of prompts; the kernels of sampling, overlap and copies of states."""
         vocab_size, width = self._model.config.vocab_size, self._model.config.d_model
         for num_rows in {1, self._buckets[-1]}:
             for dtype in {self.weights.output.weight.dtype, torch.float32}:
@@ -96,6 +98,7 @@ class CudaExecutor:
         if self.overlap is not None:
             self.overlap.launch()
             launch_samplers(vocab_size, self._device)
+        launch_copy(self.pool.rows)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

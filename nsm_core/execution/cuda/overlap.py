@@ -15,8 +15,9 @@ from nsm_core.execution.base import NextInputs, Rounds
 from nsm_core.execution.cuda.decode import NO_ROW
 from nsm_core.execution.cuda.kernels.overlap import resolve_inputs
 from nsm_core.execution.cuda.rounds import RecordedRounds, Steps
-from nsm_core.sampling.device import PendingTokens, to_device
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.state.pool import StatePool
+from nsm_core.state.to_device import copy_to_device, to_device
 
 MIN_ROWS = 32  # `python -m benchmarks.gpu_ahead`: slower below, by a tenth at one row
 
@@ -66,7 +67,7 @@ class CudaOverlap:
         pauses = np.zeros(self._pauses.shape[1], np.uint8)
         given = np.fromiter(ids, np.int64, len(ids))
         pauses[given[given < len(pauses)]] = 1  # a tokenizer may have more ids than the model
-        self._pauses[row].copy_(to_device(pauses, self._device))
+        copy_to_device(pauses, self._pauses[row])
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:

@@ -17,8 +17,9 @@ from nsm_core.execution.base import Rounds
 from nsm_core.execution.cuda.decode import NO_ROW
 from nsm_core.execution.cuda.kernels.overlap import end_round
 from nsm_core.execution.cuda.recording import record
-from nsm_core.sampling.device import NUM_COLUMNS, PendingTokens, choose_on_device, to_device
+from nsm_core.sampling.device import NUM_COLUMNS, PendingTokens, choose_on_device
 from nsm_core.sampling.result import SKIPPED
+from nsm_core.state.to_device import copy_to_device
 
 # Rounds of a launch by the largest number of rows: one or two milliseconds, for which a new request waits twice at most
 MOST_ROUNDS = {256: 4, 512: 2}
@@ -110,7 +111,7 @@ class RecordedRounds:
         words = np.zeros(size * (NUM_COLUMNS + 2), np.int64)
         words[:num_rows] = rounds.limits
         words[2 * size :][: num_rows * NUM_COLUMNS] = rounds.choices.reshape(-1)
-        self._words[: len(words)].copy_(to_device(words, self._device))
+        copy_to_device(words, self._words[: len(words)])
 
     @torch.inference_mode()
     def _run(self, bucket: int) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from nsm_core.execution.base import Executor, NextInputs, Rounds, SequenceModel
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.overlap import CudaOverlap
-from nsm_core.sampling.device import POSITION_COLUMN, choose_on_device, pack_sampling_params, to_device
+from nsm_core.sampling.device import POSITION_COLUMN, choose_on_device, pack_sampling_params
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SKIPPED
+from nsm_core.state.to_device import to_device
 
 logger = logging.getLogger("nsm.execution")
 

@@ -36,7 +36,9 @@ class Held(HeldStates):
 
     def put(self, number: int) -> int:
         self.pool.write(0, state(number))
-        return self.hold(0)
+        held = self.hold(0)
+        self.flush()
+        return held
 
     def got(self, number: int) -> float:
         """What the state of that number holds, once it is in the pool."""
@@ -44,6 +46,7 @@ class Held(HeldStates):
         assert start is not None
         self.pool.write(0, state(0))
         start.copy_to(0)
+        self.flush()
         return float(self.pool.gather((0,))["memory"][0, 0])
 
 
@@ -90,6 +93,7 @@ def test_a_state_that_a_request_waits_to_start_from_keeps_its_row() -> None:
         held.put(number)
     assert held.take(first) is None
     start.copy_to(0)
+    held.flush()
     assert held.pool.gather((0,))["memory"][0].tolist() == [1.0] * 3
     del start
     assert held.got(held.put(9)) == 9.0

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsm_core.sampling import sampler as sampler_module
-from nsm_core.sampling.device import pack_rows, sample_on_device, to_device
+from nsm_core.sampling.device import pack_rows, sample_on_device
 from nsm_core.sampling.masks import TokenMasks
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
+from nsm_core.state.to_device import to_device
 from tests.support.counts import scaled
 
 kernel_module = pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")

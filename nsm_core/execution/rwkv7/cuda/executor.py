@@ -18,11 +18,13 @@ from nsm_core.execution.rwkv7.cuda.reading import NO_ROW, Pass
 from nsm_core.execution.rwkv7.cuda.segments import FEW_PIECES, PassShape
 from nsm_core.execution.rwkv7.cuda.weights import pack_cuda_rwkv7
 from nsm_core.rwkv7.model import Rwkv7Model
-from nsm_core.sampling.device import launch_samplers, to_device
+from nsm_core.sampling.device import launch_samplers
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
+from nsm_core.state.row_copies import launch_copy
 from nsm_core.state.spec import State
+from nsm_core.state.to_device import to_device
 
 # Numbers of rows of a step, and of tokens of a part of prompts: a batch is padded to the next
 STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -87,6 +89,7 @@ class Rwkv7CudaExecutor:
         for size in {1, self._step_sizes[-1]}:
             self.logits(self._pass.hidden(size))
         launch_samplers(self._num_ids, self._device)
+        launch_copy(self.pool.rows)
 
     def _passes(self) -> Iterator[PassShape]:
         """Of steps, then of texts."""

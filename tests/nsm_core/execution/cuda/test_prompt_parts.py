@@ -1,22 +1,27 @@
-"""How prompts are divided among recorded graphs; none is recorded here."""
+"""How prompts are divided among recorded graphs, and what those do; no graph is recorded here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the compiler is not installed")
+from nsm_core.execution.cuda import prompt_reader
+from nsm_core.execution.cuda.executor import CudaExecutor
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.prompt_reader import ROWS, PromptReader
+from tests.support.interpreter import sum_products_in_one_order
+from tests.support.models import random_model, small_config
 
 
 class Reader(PromptReader):
     """Notes what it would read, and returns the rows."""
 
     def __init__(self) -> None:
-        self._memory = object()
+        self._memory, self._rows = object(), ROWS
         self.replayed: list[tuple[tuple[int, int], int]] = []
         self.num_at_once = 0
 
@@ -29,11 +34,22 @@ class Reader(PromptReader):
         return [torch.tensor(row) for row in rows]
 
 
-def test_more_short_prompts_than_a_graph_has_rows_are_read_by_several() -> None:
-    reader, number = Reader(), 2 * ROWS[-1] + 3
+@pytest.mark.parametrize(
+    ("number", "parts"),
+    [
+        (33, [((32, 64), 32), ((1, 64), 1)]),
+        (95, [((32, 64), 32), ((32, 64), 32), ((32, 64), 31)]),
+        (96, [((128, 64), 96)]),
+        (259, [((128, 64), 128), ((128, 64), 128), ((4, 64), 3)]),
+    ],
+)
+def test_more_short_prompts_than_a_graph_has_rows_are_read_by_several(
+    number: int, parts: list[tuple[tuple[int, int], int]]
+) -> None:
+    reader = Reader()
     hidden = reader.read(range(number), [[1] * 45] * number)
     assert [int(row) for row in hidden] == list(range(number))
-    assert reader.replayed == [((32, 64), 32), ((32, 64), 32), ((4, 64), 3)]
+    assert reader.replayed == parts
     assert reader.num_at_once == 0
 
 
@@ -42,3 +58,38 @@ def test_long_prompts_are_read_at_once() -> None:
     reader.read(range(40), [[1] * 600] * 40)
     reader.read([0], [[1] * 5000])
     assert (reader.replayed, reader.num_at_once) == ([], 2)
+
+
+class Replayed:
+    """In place of a graph: runs its work at each replay. `record` runs it once before."""
+
+    def __init__(self, work: Callable[[], None], *_: object, **__: object) -> None:
+        self.replay = work
+        work()
+
+
+def test_a_recorded_batch_leaves_the_states_and_hidden_vectors_of_plain_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three prompts by a graph of four rows, on states that are not the start; its making changes no row."""
+    sum_products_in_one_order(monkeypatch)
+    monkeypatch.setattr(prompt_reader, "record", Replayed)
+    model = random_model(small_config(48, layer_pattern="W", window=64))
+    options = CudaOptions(weights=CudaWeights.FP32, graphs=False)
+    plain, recorded = (CudaExecutor(model, num_rows=5, options=options) for _ in range(2))
+    for executor in (plain, recorded):
+        for row in range(5):
+            executor.pool.lease(row)
+        executor.pool.fill(range(5), executor.initial)
+        executor.read((0, 4), ([7] * 65, [9] * 3))
+    reader = recorded._prompts
+    reader._memory = object()
+    reader._make_hidden()
+    before = [recorded.pool.pack(row) for row in range(5)]
+    with torch.inference_mode():
+        reader._record(4, 64)
+        assert [recorded.pool.pack(row) for row in range(5)] == before
+        rows, ids = (0, 3, 4), ([1, 2, 3], [4] * 64, [5])
+        got, want = recorded.read(rows, ids), plain.read(rows, ids)
+    assert all(one.equal(other) for one, other in zip(got, want, strict=True))
+    assert [recorded.pool.pack(row) for row in range(5)] == [plain.pool.pack(row) for row in range(5)]
