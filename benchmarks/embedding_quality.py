@@ -23,7 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from service.generate.embeddings import sketch, state_after
-from service.server import make_local_backend
+from service.local_model import make_local_backend
 from service.settings import load_settings
 
 NUM_BOOKS, NUM_PASSAGES, NUM_REVIEWS, NUM_TOKENS, NUM_FOLDS = 20, 10, 240, 96, 5

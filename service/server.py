@@ -15,24 +15,17 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import uvicorn
-from fastapi import FastAPI
 
-from nsm_core.control_group import max_memory_bytes, usable_threads
+from nsm_core.control_group import max_memory_bytes
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
-from nsm_core.errors import ConfigError, DeviceUnusable, NsmError
-from nsm_core.execution.names import AUTO_DEVICE
-from nsm_core.heap import freeze_objects, limit_arenas
-from nsm_core.tokenizer import encode_on_one_thread
-from nsm_core.torch_import import import_torch
+from nsm_core.errors import ConfigError, NsmError
+from nsm_core.heap import freeze_objects
 from service.addresses import is_loopback
-from service.app import create_app
-from service.backends.base import InferenceBackend
-from service.deps import Services
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
-from service.served_models import OtherModel
+from service.local_model import limit_threads_and_memory, make_local_backend
 from service.settings import Settings, is_tracing_on, label, naming
 from service.state.other_model import other_model
 from service.stores.prefixes.factory import make_prefix_store
@@ -41,15 +34,13 @@ from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
 from service.tenants.api_keys import KeyFile
-from service.web.connection import connection_class
-from service.web.head_limits import RECEIVE_TIMEOUT_S
-from service.web.websocket import WebSocketConnection
 
 if TYPE_CHECKING:
-    from nsm_core.loaded_model import LoadedModel, SequenceModel
-    from service.backends.local import LocalBackend
+    from fastapi import FastAPI
 
-Made = TypeVar("Made")
+    from service.backends.base import InferenceBackend
+    from service.deps import Services
+    from service.served_models import OtherModel
 
 logger = logging.getLogger("nsm.server")
 
@@ -60,7 +51,6 @@ FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 MB = 2**20
 MIN_MEMORY_BYTES = 96 * MB  # a gateway that has not loaded anything yet has 87 MB
 NUM_NEWEST = 16  # sessions that a start looks at
-NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +84,6 @@ def run(settings: Settings) -> None:
             run_gateway(settings, sock, make_backend)
 
 
-def limit_threads_and_memory() -> None:
-    """Of this process, once; its children inherit what concerns threads."""
-    encode_on_one_thread()
-    limit_arenas(NUM_ARENAS)
-
-
 def run_gateway(
     settings: Settings,
     sock: socket.socket,
@@ -107,6 +91,8 @@ def run_gateway(
     supervision: Supervision | None = None,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
+    from service.app import create_app  # a supervisor of workers needs no web framework
+
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
     app = create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
@@ -174,6 +160,7 @@ def other_models(settings: Settings) -> list[OtherModel]:
         return []
     from nsm_core.architectures import identify
     from nsm_core.model.bundled import find_checkpoint
+    from service.served_models import OtherModel
 
     with naming("model"):
         first, _ = identify(settings.model)
@@ -204,59 +191,6 @@ def _num_file_bytes(path: Path) -> int:
 def make_backend(settings: Settings) -> InferenceBackend:
     """The model in this process, or the Triton servers that have it. Raises CheckpointError or ConfigError."""
     return make_local_backend(settings) if settings.triton_url is None else make_triton_backend(settings)
-
-
-def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBackend:
-    """The model in this process. `num_engines`: of the server, each in a process of its own.
-
-    Raises CheckpointError or ConfigError.
-    """
-    import_torch()
-    from nsm_core.engine.step_stats import meter_of
-    from nsm_core.execution.devices import engine_config
-    from service.backends.local import LocalBackend
-
-    def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
-        held_bytes = settings.state_cache_mb * 2**20 * max(1, settings.workers)
-        config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), held_state_bytes=held_bytes)
-        meter = meter_of(loaded.device, num_engines=num_engines) if settings.energy else None
-        with naming("executor", only=ConfigError):
-            return LocalBackend(
-                loaded,
-                config,
-                executor=settings.executor,
-                meter=meter,
-                max_interval_s=MAX_INTERVAL_S,
-            )
-
-    try:
-        return with_model(settings, make, is_whole=False)
-    except MemoryError as error:
-        raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
-
-
-def with_model(
-    settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made], *, is_whole: bool = True
-) -> Made:
-    """What `make` makes of the model, on the device and with the threads of the settings.
-
-    `is_whole`: `make` needs all weights in fp32, and not only `choose_executor`.
-
-    Raises CheckpointError, DeviceUnusable, and what `make` raises.
-    """
-    torch = import_torch()  # a gateway whose models run elsewhere needs none
-    from nsm_core.architectures import load_model, open_model
-    from nsm_core.execution.devices import on_device
-
-    torch.set_num_threads(settings.num_threads or usable_threads(torch.get_num_threads()))
-
-    def load(device: str) -> LoadedModel[SequenceModel]:
-        with naming("model"):
-            return (load_model if is_whole else open_model)(settings.model, device)
-
-    # for auto alone, only an executor that was asked for can be without its device
-    with naming("executor" if settings.device == AUTO_DEVICE else "device", only=DeviceUnusable):
-        return on_device(settings.devices[0], settings.executor, load, make)
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:
@@ -339,6 +273,10 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """uvicorn without its own log, its own environment variables and its own lifespan."""
+    from service.web.connection import connection_class
+    from service.web.head_limits import RECEIVE_TIMEOUT_S
+    from service.web.websocket import WebSocketConnection
+
     return uvicorn.Config(
         app,
         http=connection_class(RECEIVE_TIMEOUT_S),

@@ -15,25 +15,24 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
-
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.heap import freeze_objects, pause_collection
 from nsm_core.stage_times import StageTimes
 from nsm_core.torch_import import import_torch
-from service.backends.base import InferenceBackend
-from service.backends.process.backend import EngineIndex, ProcessBackend
-from service.backends.process.devices import DevicesBackend
 from service.lifecycle.hang_watch import HangWatch
+from service.lifecycle.lifecycle import FINAL_FRAMES_S
 from service.lifecycle.pulse import SAMPLE_S, Pulse
 from service.lifecycle.start_report import StartReporter
-from service.server import Supervision, limit_threads_and_memory, run_gateway
+from service.local_model import limit_threads_and_memory
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
-from service.workers import FINAL_FRAMES_S
+
+if TYPE_CHECKING:
+    from service.backends.base import InferenceBackend
+    from service.backends.process.server import EngineServer
 
 logger = logging.getLogger("nsm.workers")
 
@@ -63,6 +62,11 @@ def main() -> None:
 
 
 def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReporter) -> None:
+    # imported here: the engine's process needs no web framework, and waits for nothing that it does not need
+    from service.backends.process.backend import EngineIndex, ProcessBackend
+    from service.backends.process.devices import DevicesBackend
+    from service.server import Supervision, run_gateway
+
     is_orphan = threading.Event()
     threading.Thread(target=_end_with_supervisor, args=(is_orphan,), daemon=True).start()
 
@@ -102,8 +106,10 @@ def _end_with_supervisor(is_orphan: threading.Event) -> None:
 def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter, times: StageTimes) -> None:
     """Signals are for the supervisor. This process ends after the workers: their turns finish, or are handed over."""
     import_torch()
+    import uvicorn
+
     from service.backends.process.server import EngineServer, refuse
-    from service.server import make_local_backend
+    from service.local_model import make_local_backend
 
     times.ended("torch")
 

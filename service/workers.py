@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError, StartFailed
 from nsm_core.stage_times import StageTimes, process_age_s
-from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
 from service.lifecycle.pulse import SILENT_S, falls_silent
 from service.lifecycle.start_report import StartReport, read_report
 from service.owned_directory import owned_directory
@@ -42,7 +42,6 @@ MAX_FAILED_STARTS = 3  # in a row, of a process that was never ready
 RESTART_MIN_S, RESTART_MAX_S = 0.2, 5.0  # between the end of a process and the next in its place
 STEADY_S = 30.0  # a process that ran for so long is started again at once
 ENGINE_STOP_S = 10.0
-FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
 BACKLOG = 64  # gateways that connect while the engine starts
 LOG = "the log, on standard error, has more"
 GOOD_ORDER = b"stop\n"  # the last line for a child: without it the end of its input means that this process was killed

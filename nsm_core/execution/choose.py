@@ -174,6 +174,7 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
     return prepared(
         model.embedding.weight.device,
         num_rows,
+        subject=f"{model.config} {options}",
         make=lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
         launch=launch,
         failed_check=check,

@@ -237,7 +237,7 @@ def _engine_factory(settings: Settings) -> Callable[[], LocalBackend]:
     from nsm_core.execution.devices import engine_config
     from nsm_lab.baselines.register import register_baselines
     from service.backends.local import LocalBackend
-    from service.server import with_model
+    from service.local_model import with_model
 
     register_baselines()
 

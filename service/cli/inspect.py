@@ -131,7 +131,7 @@ async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> Recen
 
 def _load(settings: Settings) -> LoadedModel[SequenceModel]:
     from nsm_lab.baselines.register import register_baselines
-    from service.server import with_model
+    from service.local_model import with_model
 
     register_baselines()
     return with_model(settings, lambda loaded: loaded)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 EXIT_INTERRUPTED = 130  # the status of a server that a second Ctrl+C ended
+FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
 
 
 class Lifecycle:

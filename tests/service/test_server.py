@@ -238,6 +238,13 @@ def test_the_application_needs_no_torch_and_a_server_no_redis() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("module", ["service.worker_process", "service.server"])
+def test_an_engines_process_and_a_supervisor_need_no_web_framework(module: str) -> None:
+    """It would be a third of what they wait for at a start."""
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'fastapi', 'service.app'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
 # ---- who may reach it ----------------------------------------------------------------------------------------------
 
 

@@ -34,12 +34,13 @@ def prepared(
     device: torch.device,
     num_rows: int,
     *,
+    subject: str,
     make: Callable[[], Made],
     launch: Callable[[Made], None],
     failed_check: Callable[[Made], str | None],
 ) -> Made:
     """What `make` makes, if `failed_check` finds nothing. `launch`: every kernel that either needs; what it reads and
-    writes does not matter.
+    writes does not matter. `subject`: what these kernels depend on, beside sources, device and `num_rows`.
 
     Raises DeviceUnusable if the kernels cannot be made on this device, or fail their check there.
     """
@@ -49,7 +50,7 @@ def prepared(
         executor = make()
         times.ended("states")
         if device.type == "cuda" and executor.options.graphs:
-            times.ended(f"{_compile_ahead(lambda: launch(executor))} kernels compiled")
+            times.ended(f"{_compile_ahead(lambda: launch(executor), f'{num_rows} {subject}')} kernels compiled")
         executor.record_all()
         times.ended("recorded")
         reason = failed_check(executor)
@@ -68,12 +69,12 @@ def prepared(
     return executor
 
 
-def _compile_ahead(launch: Callable[[], None]) -> int:
+def _compile_ahead(launch: Callable[[], None], subject: str) -> int:
     """How many kernels were compiled. Without it a start takes longer, so an error is a warning."""
     from nsm_core.execution.cuda.compiling import compile_ahead  # imports the compiler
 
     try:
-        return compile_ahead(launch)
+        return compile_ahead(launch, subject=subject)
     except Exception as error:  # of the compiler, whose versions differ; its launches will tell if it is broken
         logger.warning("kernels are compiled at their first launch: %s: %s", type(error).__name__, first_line(error))
         return 0

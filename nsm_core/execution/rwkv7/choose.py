@@ -69,6 +69,7 @@ def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaO
     return prepared(
         model.device,
         num_rows,
+        subject=f"{model.config} {options}",
         make=lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
         launch=Rwkv7CudaExecutor.launch_all,
         failed_check=lambda executor: failed_check(executor, model),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsm_core.ops.dispatch import operator_or_function
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor strength, Tensor log_decay, Tensor state, Tensor? reset"
@@ -103,7 +104,8 @@ def keyed_scan_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and result as `keyed_scan_reference`; products in bf16 if any of q, k and v is not fp32."""
     operand = _operand_dtype(q, k, v)
-    out, final, *_ = _keyed_scan(
+    scan = operator_or_function(_keyed_scan, _forward)
+    out, final, *_ = scan(
         *(x.to(operand).contiguous() for x in (q, k, v)),
         *(x.to(torch.float32).contiguous() for x in (strength, log_decay, state)),
         None if reset is None else reset.to(torch.uint8).contiguous(),

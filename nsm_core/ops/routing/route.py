@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsm_core.ops.dispatch import runs_kernels
+from nsm_core.ops.dispatch import operator_or_function, runs_kernels
 from nsm_core.ops.routing.reference import routing_reference
 
 
@@ -40,18 +40,13 @@ def route(
             taper=taper,
             valid=valid,
         )
+    routed = operator_or_function(_route, _forward)
     log_decay: Tensor
-    log_decay, _ = _route(logits, strength, selection_bias, log_timescale, valid, top_k, taper)
+    log_decay, _ = routed(logits, strength, selection_bias, log_timescale, valid, top_k, taper)
     return log_decay
 
 
-@torch.library.custom_op(
-    "nsm::route",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor strength, Tensor selection_bias, Tensor log_timescale, Tensor? valid,"
-    " int top_k, float taper) -> (Tensor, Tensor)",
-)
-def _route(
+def _forward(
     logits: Tensor,
     strength: Tensor,
     selection_bias: Tensor,
@@ -63,6 +58,15 @@ def _route(
     from nsm_core.ops.routing.kernel import routing_forward
 
     return routing_forward(logits, strength, selection_bias, log_timescale, valid, top_k, taper)
+
+
+_route = torch.library.custom_op(
+    "nsm::route",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor strength, Tensor selection_bias, Tensor log_timescale, Tensor? valid,"
+    " int top_k, float taper) -> (Tensor, Tensor)",
+)
 
 
 @torch.library.custom_op(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsm_core.ops.dispatch import runs_kernels
+from nsm_core.ops.dispatch import operator_or_function, runs_kernels
 from nsm_core.ops.short_conv.reference import short_conv_reference
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,22 +38,26 @@ def short_conv(
         return short_conv_reference(
             qkv=qkv, weight=weight, tail=tail, num_heads=num_heads, eps=eps, reset=reset, lengths=lengths
         )
-    q, k, v, new_tail = _short_conv(qkv, weight, tail, reset, lengths, num_heads, eps)
+    conv = operator_or_function(_short_conv, _forward)
+    q, k, v, new_tail = conv(qkv, weight, tail, reset, lengths, num_heads, eps)
     return q, k, v, new_tail
 
 
-@torch.library.custom_op(
-    "nsm::short_conv",
-    mutates_args=(),
-    schema="(Tensor qkv, Tensor weight, Tensor tail, Tensor? reset, Tensor? lengths, int num_heads, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _short_conv(
+def _forward(
     qkv: Tensor, weight: Tensor, tail: Tensor, reset: Tensor | None, lengths: Tensor | None, num_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from nsm_core.ops.short_conv.kernel_forward import short_conv_forward
 
     return short_conv_forward(qkv, weight, tail, reset, lengths, num_heads, eps)
+
+
+_short_conv = torch.library.custom_op(
+    "nsm::short_conv",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor weight, Tensor tail, Tensor? reset, Tensor? lengths, int num_heads, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @torch.library.custom_op(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsm_core.ops.dispatch import operator_or_function
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.ops.slot_scan.inputs import ScanInputs
 
@@ -131,7 +132,8 @@ def slot_scan_kernel(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     if not fits_shared_memory(slots=slots, head_dim=head_dim, dtype=operand):
         raise ValueError(f"the kernels do not hold {slots} slots of {head_dim} dimensions in {operand}")
     has_reset = inputs.reset is not None and inputs.initial is not None
-    out, final, _, _ = _slot_scan(
+    scan = operator_or_function(_slot_scan, _forward)
+    out, final, _, _ = scan(
         *(x.to(operand).contiguous() for x in (q, k, v)),
         *(x.to(torch.float32).contiguous() for x in (log_decay, inputs.scale, inputs.state)),
         _as(torch.uint8, inputs.reset if has_reset else None),

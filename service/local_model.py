@@ -1,0 +1,83 @@
+"""The model of this process, for a server's engine and for commands. No web framework."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from nsm_core.control_group import usable_threads
+from nsm_core.engine.stream_pace import MAX_INTERVAL_S
+from nsm_core.errors import ConfigError, DeviceUnusable
+from nsm_core.execution.names import AUTO_DEVICE
+from nsm_core.heap import limit_arenas
+from nsm_core.tokenizer import encode_on_one_thread
+from nsm_core.torch_import import import_torch
+from service.settings import Settings, label, naming
+
+if TYPE_CHECKING:
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
+    from service.backends.local import LocalBackend
+
+Made = TypeVar("Made")
+
+NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
+
+
+def limit_threads_and_memory() -> None:
+    """Of this process, once; its children inherit what concerns threads."""
+    encode_on_one_thread()
+    limit_arenas(NUM_ARENAS)
+
+
+def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBackend:
+    """The model in this process. `num_engines`: of the server, each in a process of its own.
+
+    Raises CheckpointError or ConfigError.
+    """
+    import_torch()
+    from nsm_core.engine.step_stats import meter_of
+    from nsm_core.execution.devices import engine_config
+    from service.backends.local import LocalBackend
+
+    def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
+        held_bytes = settings.state_cache_mb * 2**20 * max(1, settings.workers)
+        config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), held_state_bytes=held_bytes)
+        meter = meter_of(loaded.device, num_engines=num_engines) if settings.energy else None
+        with naming("executor", only=ConfigError):
+            return LocalBackend(
+                loaded,
+                config,
+                executor=settings.executor,
+                meter=meter,
+                max_interval_s=MAX_INTERVAL_S,
+            )
+
+    try:
+        return with_model(settings, make, is_whole=False)
+    except MemoryError as error:
+        raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
+
+
+def with_model(
+    settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made], *, is_whole: bool = True
+) -> Made:
+    """What `make` makes of the model, on the device and with the threads of the settings.
+
+    `is_whole`: `make` needs all weights in fp32, and not only `choose_executor`.
+
+    Raises CheckpointError, DeviceUnusable, and what `make` raises.
+    """
+    torch = import_torch()  # a gateway whose models run elsewhere needs none
+    from nsm_core.architectures import load_model, open_model
+    from nsm_core.execution.devices import on_device
+
+    torch.set_num_threads(settings.num_threads or usable_threads(torch.get_num_threads()))
+
+    def load(device: str) -> LoadedModel[SequenceModel]:
+        with naming("model"):
+            return (load_model if is_whole else open_model)(settings.model, device)
+
+    # for auto alone, only an executor that was asked for can be without its device
+    with naming("executor" if settings.device == AUTO_DEVICE else "device", only=DeviceUnusable):
+        return on_device(settings.devices[0], settings.executor, load, make)
