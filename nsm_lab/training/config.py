@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
+from nsm_lab.training.recall import FAR_SHARE, PASSAGE_SHARE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,9 @@ class TrainConfig:
     recall_loss: str = "answers"  # answers: what a question asks for, and passages; all: every word that is inserted
     first_answer: int = 3  # weight in the loss of the first token of an answer; its other tokens weigh 3
     silent_tokens: int = 8  # of a passage that returns, the first, without weight in the loss
+    passage_weight: int = 1  # of its later tokens, in the loss
+    passages: float = PASSAGE_SHARE  # of what is inserted for recall, by number; the others are facts with questions
+    far_passages: float = FAR_SHARE  # of them, those that return after thousands of tokens
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
     loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
@@ -64,7 +68,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "rows", "accumulate", "eval_every", "eval_batches", "save_every"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("warmup", "decay", "dropout", "carry", "tier_share"):
+        for name in ("warmup", "decay", "dropout", "carry", "tier_share", "passages", "far_passages"):
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
         for name in ("ema", "recall"):
             self._require(0.0 <= getattr(self, name) < 1.0, name, "in [0, 1)")
@@ -76,7 +80,8 @@ class TrainConfig:
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
         self._require(self.recall_loss in ("answers", "all"), "recall_loss", "answers or all")
-        self._require(1 <= self.first_answer <= 255, "first_answer", "in [1, 255]")
+        for name in ("first_answer", "passage_weight"):
+            self._require(1 <= getattr(self, name) <= 255, name, "in [1, 255]")
         self._require(0.0 <= self.keep_context < math.inf, "keep_context", "a number of at least 0")
         self._require(self.keep_budget >= 0, "keep_budget", "a number of steps, or 0")
         self._require(self.silent_tokens >= 1, "silent_tokens", "at least 1")

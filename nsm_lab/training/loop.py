@@ -34,7 +34,7 @@ from nsm_lab.training.distributed import World, join_world, leave_world, mean_ov
 from nsm_lab.training.keeping import KeepingHeads, make_keeping_heads, mean_strengths
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
-from nsm_lab.training.recall import ALL_WORDS, ANSWERS_ALONE, recall_split, shares_by_time
+from nsm_lab.training.recall import ALL_WORDS, ANSWERS_ALONE, RecallMix, recall_split, shares_by_time
 from nsm_lab.training.tiers import TierDraw
 
 LEFT_SHARE = 0.7  # of a token's probability in the first turn of a loop, what a later turn may have without a penalty
@@ -283,13 +283,15 @@ class Trainer:
             seed=config.seed,
         )
         workers = os.cpu_count() or 1
-        answers = dataclasses.replace(ANSWERS_ALONE, first_answer=config.first_answer, silent=config.silent_tokens)
+        of_passages = {"silent": config.silent_tokens, "passage": config.passage_weight}
+        answers = dataclasses.replace(ANSWERS_ALONE, first_answer=config.first_answer, **of_passages)
         return recall_split(
             split,
             self.tokenizer,
             shares=of_copies.tolist(),
             loops=config.loops,
             loss=answers if config.recall_loss == "answers" else ALL_WORDS,
+            mix=RecallMix(config.passages, config.far_passages),
             seed=config.seed,
             workers=workers,
         )

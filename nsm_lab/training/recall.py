@@ -28,12 +28,12 @@ from nsm_lab.training.phrasings import things_in
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (640, 40_960)  # tokens from its beginning to its return
 FAR_DISTANCE, FAR_SHARE = (6_000, 32_000), 0.5  # of so many of them
+PASSAGE_SHARE = 0.4  # of all insertions, by their number; the others are facts, with their questions
 UNPREDICTABLE_TOKENS = 8  # of a passage that returns, the first: nothing says that it will
 FACT_DISTANCE = (192, 49_152)  # tokens from a statement to a question
 NEAR_DISTANCE, NEAR_SHARE = (4, 192), 0.25  # of so many questions
 PASSING_SHARE = 0.55  # of the facts, those that are told in passing
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
-FACT_SHARE = 0.6  # of all insertions, by their number; a fact's questions belong to its statement
 NAMING_DOCUMENTS, NAMING_TOKENS = 400, 50_000  # from which facts take the names of things
 NUM_FACTS = 32_768  # made for a run
 ANSWER_WEIGHT = 3  # of a token that a question asks for, in the loss
@@ -52,7 +52,8 @@ class RecallLoss:
     """How much tokens of what is inserted weigh in the loss; a token of the document weighs 1.
 
     `first_answer`: the first token of an answer, `answer` its others, `others` statements, the rest of a question, and
-    the first tokens of a passage, `silent` in number. `after`: the token after an answer, which says where it ends.
+    the first tokens of a passage, `silent` in number; `passage` its later ones. `after`: the token after an answer,
+    which says where it ends.
     """
 
     answer: int = ANSWER_WEIGHT
@@ -60,10 +61,24 @@ class RecallLoss:
     others: int = 0
     after: int = AFTER_WEIGHT
     silent: int = UNPREDICTABLE_TOKENS
+    passage: int = 1
 
 
 ANSWERS_ALONE = RecallLoss()
 ALL_WORDS = RecallLoss(answer=1, first_answer=1, others=1, after=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecallMix:
+    """What is inserted. `passages`: of all insertions the share of passages that return, by their number, of which the
+    share `far` is from FAR_DISTANCE; the other insertions are facts, and a fact's questions belong to its statement.
+    """
+
+    passages: float = PASSAGE_SHARE
+    far: float = FAR_SHARE
+
+
+USUAL_MIX = RecallMix()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,14 +223,21 @@ class _Writer:
         self.length = end
 
 
-def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Generator, loops: float = 0.0) -> Written:
+def with_recall(
+    document: Ids,
+    share: float,
+    bank: FactBank,
+    rng: np.random.Generator,
+    loops: float = 0.0,
+    mix: RecallMix = USUAL_MIX,
+) -> Written:
     """`document` begins with the end-of-text token; about `share` of the result's tokens are inserted to be recalled.
 
     About `loops` of them stand in loops: what was said just before is said again, up to LOOP_TURNS times, and then the
     text goes on. Tokens of a loop have no weight, and `turns` says where their first turn is.
     """
     written = _Writer(int(len(document) / (1.0 - share - loops) * 1.2) + 1024, document.dtype)
-    of_recall, of_loops = share / _mean_inserted(bank), loops / _mean_loop()  # insertions a token of the result
+    of_recall, of_loops = share / _mean_inserted(bank, mix), loops / _mean_loop()  # insertions a token of the result
     gap = (1.0 - share - loops) / (of_recall + of_loops)
     ends, sentences = _paragraph_ends(document, bank), _sentence_ends(document, bank)
     questions: list[tuple[int, int, int]] = []  # where it is due, which fact, which of its questions
@@ -226,7 +248,7 @@ def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Gene
             nearest = min(nearest, max(at + 1, at + questions[0][0] - written.length))
         asks = bool(questions) and nearest - at >= questions[0][0] - written.length
         goes_round = not asks and rng.random() * (of_recall + of_loops) < of_loops
-        states = not asks and not goes_round and rng.random() < FACT_SHARE
+        states = not asks and not goes_round and rng.random() < 1.0 - mix.passages
         fact = questions[0][1] if asks else int(rng.integers(len(bank.statements)))
         if asks or states:
             nearest = _next_start(nearest, sentences if bank.is_inline[fact] else ends)
@@ -245,18 +267,18 @@ def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Gene
             for which in range(len(bank.questions[fact])):
                 heapq.heappush(questions, (written.length + _fact_distance(rng), fact, which))
         else:
-            _repeat(written, rng, bank.loss)
+            _repeat(written, rng, bank.loss, mix.far)
 
 
 def _fact_distance(rng: np.random.Generator) -> int:
     return _log_uniform(rng, NEAR_DISTANCE if rng.random() < NEAR_SHARE else FACT_DISTANCE)
 
 
-def _mean_inserted(bank: FactBank) -> float:
+def _mean_inserted(bank: FactBank, mix: RecallMix) -> float:
     """Tokens that an insertion adds in the end."""
     shortest, longest = PASSAGE_TOKENS
     passage = (longest - shortest) / math.log(longest / shortest)
-    return (1.0 - FACT_SHARE) * passage + FACT_SHARE * bank.mean_tokens
+    return mix.passages * passage + (1.0 - mix.passages) * bank.mean_tokens
 
 
 def _mean_loop() -> float:
@@ -284,8 +306,8 @@ def _paragraph_ends(document: Ids, bank: FactBank) -> npt.NDArray[np.int64]:
     return np.flatnonzero(is_break[:-1] & ~is_break[1:]) + 1
 
 
-def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss) -> None:
-    is_far = rng.random() < FAR_SHARE
+def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss, far_share: float) -> None:
+    is_far = rng.random() < far_share
     length, distance = (
         _log_uniform(rng, PASSAGE_TOKENS),
         _log_uniform(rng, FAR_DISTANCE if is_far else PASSAGE_DISTANCE),
@@ -293,7 +315,7 @@ def _repeat(written: _Writer, rng: np.random.Generator, loss: RecallLoss) -> Non
     start = written.length - distance
     if start < 1:
         return
-    weights = np.ones(min(length, distance), np.uint8)
+    weights = np.full(min(length, distance), loss.passage, np.uint8)
     weights[: loss.silent] = loss.others
     written.append(written.ids[start : start + len(weights)].copy(), weights)
 
@@ -311,9 +333,19 @@ def _go_round(written: _Writer, rng: np.random.Generator) -> None:
     written.append(np.resize(turn, length), 0, (np.arange(length) // period + 1) * period)
 
 
-def _one(job: tuple[Ids, float, float, int, int, int]) -> Written:
-    document, share, loops, seed, copy, index = job
-    return with_recall(document, share, _BANK[0], np.random.default_rng((seed, copy, index)), loops)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A document to be written; `seeds` are those of its own random numbers."""
+
+    document: Ids
+    share: float
+    loops: float
+    mix: RecallMix
+    seeds: tuple[int, int, int]
+
+
+def _one(job: _Job) -> Written:
+    return with_recall(job.document, job.share, _BANK[0], np.random.default_rng(job.seeds), job.loops, job.mix)
 
 
 _BANK: list[FactBank] = []  # of this process's workers
@@ -346,11 +378,12 @@ def recall_split(
     num_facts: int = NUM_FACTS,
     loops: float = 0.0,
     loss: RecallLoss = ANSWERS_ALONE,
+    mix: RecallMix = USUAL_MIX,
 ) -> TokenizedSplit:
     """Copies of every document of `split`, each with other insertions, in memory: one for each of `shares`.
 
     `shares` [copies * documents], each in (0, 1): of the first copies of all documents, of the second, and so on.
-    `loops`: the share of tokens in loops, of all of them. `loss`: what inserted tokens weigh.
+    `loops`: the share of tokens in loops, of all of them. `loss`: what inserted tokens weigh; `mix`: what is inserted.
     The bytes and words that the split counts are those of the documents without insertions.
     """
     _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts, loss, _texts(split, tokenizer))]
@@ -358,7 +391,7 @@ def recall_split(
     for number, share in enumerate(shares):
         copy, index = divmod(number, split.num_documents)
         ids = np.asarray(split.ids[split.offsets[index] : split.offsets[index + 1]])
-        jobs.append((ids, float(share), loops, seed, copy, index))
+        jobs.append(_Job(ids, float(share), loops, mix, (seed, copy, index)))
     copies = len(jobs) // split.num_documents
     documents = _run(jobs, workers)
     _BANK.clear()
@@ -380,7 +413,7 @@ def _texts(split: TokenizedSplit, tokenizer: Tokenizer) -> Iterator[str]:
         yield tokenizer.decode(split.ids[start : min(end, start + NAMING_TOKENS)].tolist())
 
 
-def _run(jobs: Sequence[tuple[Ids, float, float, int, int, int]], workers: int) -> list[Written]:
+def _run(jobs: Sequence[_Job], workers: int) -> list[Written]:
     if workers == 1:
         return [_one(job) for job in jobs]
     with multiprocessing.get_context("fork").Pool(workers) as pool:

@@ -18,11 +18,13 @@ from nsm_lab.training.recall import (
     AFTER_WEIGHT,
     ALL_WORDS,
     ANSWER_WEIGHT,
+    FAR_DISTANCE,
     LOOP_PERIOD,
     PASSAGE_TOKENS,
     UNPREDICTABLE_TOKENS,
     FactBank,
     RecallLoss,
+    RecallMix,
     _encoded,
     recall_split,
     shares_by_time,
@@ -138,6 +140,26 @@ def test_the_first_tokens_of_a_passage_that_returns_have_no_weight(bank: FactBan
             at += UNPREDICTABLE_TOKENS
         at += 1
     assert len(returned) > 20
+
+
+def test_far_passages_return_from_far_and_weigh_what_they_are_told_to(tiny_tokenizer: Tokenizer) -> None:
+    loss = RecallLoss(passage=2)
+    bank = FactBank.make(tiny_tokenizer, np.dtype("<u2"), seed=0, num_facts=20, loss=loss)
+    document, mix = numbered(), RecallMix(passages=1.0, far=1.0)
+    ids, weights, _ = with_recall(document, 0.2, bank, np.random.default_rng(6), mix=mix)
+    heavy = np.flatnonzero(weights == loss.passage)
+    assert len(heavy)
+    nearest, farthest = FAR_DISTANCE
+    for at in heavy[:: len(heavy) // 50].tolist():
+        earlier = np.flatnonzero(ids[:at] == ids[at])
+        assert any(nearest <= at - before <= farthest for before in earlier.tolist())
+
+
+def test_a_mix_without_passages_repeats_none(bank: FactBank) -> None:
+    document = numbered(20_000) + 40_000  # ids that no fact has
+    ids = with_recall(document, 0.2, bank, np.random.default_rng(7), mix=RecallMix(passages=0.0)).ids
+    assert np.array_equal(ids[ids > 40_000], document)
+    assert len(ids) > len(document)
 
 
 def test_facts_never_use_the_sentences_that_evaluation_asks_with() -> None:
