@@ -21,8 +21,31 @@ ExecutorName = Literal[
 ]
 EXECUTOR_NAMES: tuple[ExecutorName, ...] = get_args(ExecutorName)
 
+_OF_KIND: dict[tuple[str, str], ExecutorName] = {
+    ("cpu", "int8"): "native",
+    ("cpu", "int4"): "native-int4",
+    ("cpu", "fp32"): "native-fp32",
+    ("cuda", "bf16"): "cuda",
+    ("cuda", "fp16"): "cuda-fp16",
+    ("cuda", "fp32"): "cuda-fp32",
+}
+_WITH_HALF_STATES: dict[ExecutorName, ExecutorName] = {
+    "native": "native-fp16-states",
+    "native-int4": "native-int4-fp16-states",
+}
+
 AUTO_DEVICE = "auto"  # a GPU whose kernels pass their check, else the CPU
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
+
+
+def executor_of_numerics(numerics: str) -> ExecutorName | None:
+    """The executor that computes in a numerics class, by the class's name; None for a class that is not known."""
+    device, _, rest = numerics.partition("/")
+    precision, _, build = rest.partition("/")
+    if build.startswith("torch-"):
+        return "eager"
+    name = _OF_KIND.get((device, precision))
+    return _WITH_HALF_STATES.get(name) if name and build.endswith("/fp16-states") else name
 
 
 def device_names(value: str) -> tuple[str, ...]:

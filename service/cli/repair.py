@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nsm_core.execution.names import executor_of_numerics
 from service.cli import options
 from service.cli.output import note, print_json, printable
 from service.cli.progress import progress
@@ -31,10 +32,12 @@ Sessions = Annotated[list[str] | None, typer.Argument(help="Ids; without any, al
 Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default="all; with ids, default")]
 
 BAD = ("diverged", "damaged", "failed")
+INCOMPARABLE = ("several_numerics", "other_numerics")
 VERIFIED: dict[str, str] = {
     "same": "same",
     "diverged": "diverged",
     "several_numerics": "of several numerics classes, not comparable",
+    "other_numerics": "of another numerics class, not comparable",
     "damaged": "damaged",
     "other_model": "of another model",
     "other_tokenizer": "of another tokenizer",
@@ -68,7 +71,7 @@ def verify(
         typer.Option(
             min=0.0,
             help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size. Given,"
-            " it also holds for states of several numerics classes.",
+            " it also holds for states of other numerics classes.",
             show_default="0.001; 0.05 of one in fp16, 0.2 in int8",
         ),
     ] = None,
@@ -128,12 +131,12 @@ class Report:
     def has_missed_all(self) -> bool:
         """Whether no state was compared since all are of other models."""
         others = self.counts["other_model"] + self.counts["other_tokenizer"]
-        return bool(others) and not self._compared and not self.counts["several_numerics"]
+        return bool(others) and not self._compared and not any(self.counts[verdict] for verdict in INCOMPARABLE)
 
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
         self._num_tokens += verified.num_log_tokens
-        form = None if verified.verdict == "several_numerics" else verified.rounding
+        form = None if verified.verdict in INCOMPARABLE else verified.rounding
         if form is not None:
             self._compared[form] += 1
         if verified.verdict == "same" and form is not None:
@@ -189,7 +192,7 @@ def _title(name: SessionKey) -> str:
 
 def _because(verified: Verified, running: str) -> str:
     """`running`: the numerics class that states are derived with."""
-    if verified.verdict == "several_numerics":
+    if verified.verdict in INCOMPARABLE:
         reasons = [f"differs by up to {verified.difference:.3g}, --tolerance says how much is too much"]
     else:
         reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
@@ -206,7 +209,9 @@ def _of_classes(verified: Verified, running: str) -> list[str]:
         return [f"made by {before} and {newest}, verified as {running}: it differs under each of them"]
     if verified.numerics is None:
         return []
-    return [f"made by {newest}, verified as {running}: set NSM_EXECUTOR to the executor of the former"]
+    executor = executor_of_numerics(newest)
+    remedy = "its own executor verifies it" if executor is None else f"NSM_EXECUTOR={executor} verifies it"
+    return [f"made by {newest}, verified as {running}: {remedy}"]
 
 
 def _to_json(verified: Verified) -> dict[str, Any]:

@@ -34,8 +34,8 @@ _SMALLEST = 1e-9  # of a length to divide by: a tensor of zeros is compared as i
 
 FloatArray = NDArray[np.float64]
 Verdict = Literal[
-    "same", "empty", "no_state", "diverged", "several_numerics", "damaged", "other_model", "other_tokenizer", "busy",
-    "gone",
+    "same", "empty", "no_state", "diverged", "several_numerics", "other_numerics", "damaged", "other_model",
+    "other_tokenizer", "busy", "gone",
 ]  # fmt: skip
 
 
@@ -62,8 +62,8 @@ class Verified:
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
     `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more. So they
     may with `earlier_numerics`: other classes than `numerics` that computed a part of what led to it.
-    `several_numerics`: it has such classes, and nothing but its numbers differ by more than the tolerance. No one class
-    gives these numbers, so the tolerance tells nothing about them.
+    `several_numerics`, `other_numerics`: it has such classes, or was made by another one than the running class, and
+    nothing but its numbers differ by more than the tolerance, which tells nothing about numbers of other classes.
     `damage`: the part that cannot be read, and the reason.
     """
 
@@ -86,14 +86,14 @@ async def verify(
     tolerances: Mapping[StateFormat, float] = TOLERANCES,
     is_strict: bool = False,
 ) -> AsyncGenerator[Verified]:
-    """One result for each name, in order. `is_strict`: states of several numerics classes are held to the tolerances
-    too. Raises StoreUnavailable or EngineDead.
+    """One result for each name, in order. `is_strict`: states of other numerics classes are held to the tolerances too.
+    Raises StoreUnavailable or EngineDead.
     """
     for name in names:
         try:
             copy = await read_copy(store, name)
             verified = await _verify_copy(backend, name, copy, tolerances)
-            yield verified if is_strict else _of_several_numerics(verified)
+            yield verified if is_strict else _by_numerics(verified)
         except NotFound:
             yield Verified(name=name, verdict="gone")
         except (SnapshotCorrupt, NumericalError) as error:
@@ -136,14 +136,15 @@ async def _verify_copy(
     )
 
 
-def _of_several_numerics(verified: Verified) -> Verified:
-    """With the verdict `several_numerics` where that is why its numbers differ. Counts, and numbers that are none,
-    are wrong under every class.
+def _by_numerics(verified: Verified) -> Verified:
+    """With the verdict `several_numerics` or `other_numerics` where that is why its numbers differ. Counts, and numbers
+    that are none, are wrong under every class.
     """
-    is_explained = all(found.is_of_numbers for found in verified.divergences)
-    if verified.verdict != "diverged" or not verified.earlier_numerics or not is_explained:
+    if verified.verdict != "diverged" or not all(found.is_of_numbers for found in verified.divergences):
         return verified
-    return dataclasses.replace(verified, verdict="several_numerics")
+    if verified.earlier_numerics:
+        return dataclasses.replace(verified, verdict="several_numerics")
+    return verified if verified.numerics is None else dataclasses.replace(verified, verdict="other_numerics")
 
 
 def _model_of(snapshot: Snapshot, backend: InferenceBackend) -> Literal["other_model", "other_tokenizer"] | None:

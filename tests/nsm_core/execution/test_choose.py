@@ -15,11 +15,13 @@ from nsm_core.errors import ConfigError
 from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor, decide_executor
 from nsm_core.execution.eager import EagerExecutor
-from nsm_core.execution.names import ExecutorName
+from nsm_core.execution.names import ExecutorName, executor_of_numerics
 from nsm_core.execution.native import build, library
 from nsm_core.execution.native.executor import NativeExecutor, numerics
-from nsm_core.execution.native.precision import Precision
+from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, Precision
 from nsm_core.execution.native.weights import native_unsupported_reason
+from nsm_core.execution.rwkv7.executor import numerics as rwkv7_numerics
+from nsm_core.loaded_model import numerics_class
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
@@ -210,3 +212,17 @@ def test_auto_with_allocating_layers_runs_eagerly_and_logs_the_reason(
     assert "no layers of the kind AllocatingMixer" in caplog.text
     with pytest.raises(ConfigError, match="AllocatingMixer"):
         choose_executor(loaded, "native")
+
+
+def test_numerics_class_names_the_executor_that_computes_in_it() -> None:
+    classes: dict[str, ExecutorName] = {numerics(precision): name for precision, name in EXECUTORS.items()}
+    classes |= {rwkv7_numerics(precision): name for precision, name in EXECUTORS.items()}
+    classes |= {numerics(precision, half_states=True): name for name, precision in HALF_STATES.items()}
+    classes |= {
+        numerics_class(torch.device("cpu")): "eager",
+        "cuda/fp32/torch-2.13.0/NVIDIA H200": "eager",
+        "cuda/bf16/kernels-2/torch-2.13.0/NVIDIA H200": "cuda",
+        "cuda/fp32/rwkv7-kernels-1/torch-2.13.0/NVIDIA H200": "cuda-fp32",
+    }
+    assert {name: executor_of_numerics(name) for name in classes} == classes
+    assert [executor_of_numerics(name) for name in ("", "cpu", "tpu/int8/native-1", "cpu/int2/native-1")] == [None] * 4

@@ -5,6 +5,7 @@ import json
 import re
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_session_of_two_numerics_classes_is_told_with_both_and_the_one_that_veri
     other = nsm("sessions", "verify", session_id, "--tolerance", "1e-9", **int8)
     assert other.exit_code == 1
     made = "made by cpu/int4/native-1, verified as cpu/int8/native-1"
-    assert f"; {made}: set NSM_EXECUTOR to the executor of the former\n" in other.stdout
+    assert f"; {made}: NSM_EXECUTOR=native-int4 verifies it\n" in other.stdout
     assert nsm("chat", "--session", session_id, "--max-tokens", 8, stdin="And now?", **int8).exit_code == 0
     mixed = nsm("sessions", "verify", session_id, "--tolerance", "1e-9", **int8)
     both = "made by cpu/int4/native-1 and cpu/int8/native-1, verified as cpu/int8/native-1"
@@ -84,18 +85,41 @@ def test_session_of_two_numerics_classes_is_told_with_both_and_the_one_that_veri
     assert (report["counts"]["diverged"], report["counts"]["several_numerics"]) == (1, 0)
 
 
-def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
-    """The snapshot as if another numerics class had begun its session; `position`: so many tokens too far."""
+def rewrite_header(data_dir: Path, session_id: str, *, position: int = 0, **fields: Any) -> None:
+    """Other fields in the snapshot's header; `position`: so many tokens too far."""
     with sqlite3.connect(data_dir / "sessions.db") as connection:
         where = "WHERE session_id = ?"
         (raw,) = connection.execute(f"SELECT snapshot FROM snapshots {where}", (session_id,)).fetchone()
         found = Snapshot.decode(raw)
-        header = dataclasses.replace(
-            found.header, earlier_numerics=("cpu/other/1",), position=found.header.position + position
-        )
+        header = dataclasses.replace(found.header, position=found.header.position + position, **fields)
         changed = Snapshot(header, found.state).encode()
         connection.execute(f"UPDATE snapshots SET snapshot = ? {where}", (changed, session_id))
     connection.close()
+
+
+def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
+    """As if another numerics class had begun the session."""
+    rewrite_header(data_dir, session_id, position=position, earlier_numerics=("cpu/other/1",))
+
+
+@pytest.mark.parametrize(
+    ("numerics", "remedy"), [("cuda/bf16/kernels-2", "NSM_EXECUTOR=cuda"), ("tpu/int8/1", "its own executor")]
+)
+def test_session_of_another_numerics_class_is_counted_apart_with_the_executor_that_verifies_it(
+    nsm: Nsm, data_dir: Path, numerics: str, remedy: str
+) -> None:
+    session_id = talk(nsm)
+    change_state(data_dir, session_id)
+    rewrite_header(data_dir, session_id, numerics=numerics)
+    done = nsm("sessions", "verify")
+    assert done.exit_code == 0
+    first, last = done.stdout.splitlines()
+    assert first.startswith(f"default/{session_id}: of another numerics class, not comparable: differs by up to 0.")
+    assert first.endswith(f": {remedy} verifies it")
+    assert last == "verify: 1 of another numerics class, not comparable"
+    assert nsm("sessions", "verify", "--tolerance", 1e-3).exit_code == 1
+    rewrite_header(data_dir, session_id, position=-1)
+    assert nsm("sessions", "verify").stdout.startswith(f"default/{session_id}: diverged: ")  # no class explains that
 
 
 def test_sessions_of_several_numerics_classes_are_counted_apart_and_do_not_fail(nsm: Nsm, data_dir: Path) -> None:
