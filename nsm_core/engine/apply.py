@@ -126,9 +126,10 @@ class ResultApplier:
         """The `ids` [rounds, slots] of a step that was in flight; `following` still is."""
         running = self._active.running
         seconds, self._last_end_at = self.seconds_of(step), time.monotonic()
-        num_rounds, num_skipped = _work_of(ids[:, self._token_rows.tags[step.rows] == step.tags])
+        is_running = self._token_rows.tags[step.rows] == step.tags
+        num_rounds, num_decoded = _work_of(step.rows[is_running], ids[:, is_running])
         plan = step.effective_plan(running)
-        self._stats.record(plan, running, seconds, {}, num_rounds=num_rounds, num_skipped=num_skipped)
+        self._stats.record(plan, running, seconds, {}, num_rounds=num_rounds, num_decoded=num_decoded)
         for chunk in step.plan.prefill if step.prompt_states else ():
             if chunk.slot in step.prompt_states and running.get(chunk.slot) is step.sequences[chunk.slot]:
                 self._add_prompt_state(chunk, self._runner.pack_copy(step.prompt_states[chunk.slot]))
@@ -296,11 +297,14 @@ class ResultApplier:
         return make_end_state(self._runner, sequence, slot, stop, self._tokenizer, held=held)
 
 
-def _work_of(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """ids [rounds, rows]: the number of rounds in which a row took part, and how often a row took no part in those."""
+def _work_of(slots: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> tuple[int, dict[int, int] | None]:
+    """ids [rounds, slots]: the number of rounds in which a slot took part, and in how many each did; None where all did
+    in all of them.
+    """
     took_part = ids != SKIPPED
-    num_rounds = max(1, int(took_part.any(axis=1).sum()))
-    return num_rounds, num_rounds * ids.shape[1] - int(took_part.sum())
+    num_rounds, num_decoded = max(1, int(took_part.any(axis=1).sum())), took_part.sum(axis=0)
+    is_whole = bool((num_decoded == num_rounds).all())
+    return num_rounds, None if is_whole else dict(zip(slots.tolist(), num_decoded.tolist(), strict=True))
 
 
 def _sampled_of(sequence: RunningSequence, token_id: int) -> Sampled:

@@ -64,21 +64,23 @@ class StepStats:
         num_read: Mapping[int, int],
         *,
         num_rounds: int = 1,
-        num_skipped: int = 0,
+        num_decoded: Mapping[int, int] | None = None,
     ) -> None:
         """After a step of `seconds`, before any of its requests ends. `num_read`: tokens read by each decoding slot
-        that read more than one. `num_rounds`: of a slice or a launch, which counts as so many steps. `num_skipped`:
-        times that a row took no part in a round.
+        that read more than one. `num_rounds`: of a slice or a launch, which counts as so many steps. `num_decoded`: the
+        tokens of each slot of a launch, where some took no part in a round.
         """
+        num_skipped = 0 if num_decoded is None else num_rounds * len(num_decoded) - sum(num_decoded.values())
         self.counters.num_steps += num_rounds
         self.counters.step_rows += num_rounds * (len(plan.decode) + len(plan.prefill)) - num_skipped
         self.counters.step_tokens += num_rounds * plan.num_tokens + sum(num_read.values()) - len(num_read) - num_skipped
         self.counters.tokens_computed += sum(chunk.length for chunk in plan.prefill)
         if self._ledger is None:
             return
-        if num_read or plan.prefill:
+        if num_read or plan.prefill or num_skipped:
             self._charge_alike()
-            tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}
+            of_slot = num_decoded or num_read
+            tokens = {running[slot].request.request_id: of_slot.get(slot, 1) for slot in plan.decode}
             tokens |= {running[chunk.slot].request.request_id: chunk.length for chunk in plan.prefill}
             self._ledger.work(tokens, seconds, now=time.monotonic())
         else:

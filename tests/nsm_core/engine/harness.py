@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.config import EngineConfig
+from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import (
     EndState,
@@ -234,6 +235,7 @@ def make_engine(
     clock: Callable[[], float] = lambda: 0.0,
     executor: ExecutorFactory | None = None,
     speculation: str = "lookup",
+    meter: EnergyMeter | None = None,
 ) -> Engine:
     """An engine whose free rows are NaN."""
     config = EngineConfig(
@@ -247,6 +249,7 @@ def make_engine(
         executor=executor or default_executor,
         clock=clock,
         poison=True,
+        meter=meter,
     )
 
 

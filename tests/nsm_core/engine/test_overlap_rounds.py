@@ -11,7 +11,7 @@ import pytest
 
 from nsm_core.engine import overlap
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
 from nsm_core.errors import StepFailed
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import (
@@ -25,6 +25,7 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 from tests.support.counts import scaled
+from tests.support.fake_meters import FakeMeter
 
 ROUNDS = 4
 
@@ -65,6 +66,17 @@ def test_a_request_alone_gets_its_first_token_by_a_step_and_then_several_at_a_ti
     assert (plain, last.token_id, end.reason) == ([109], 110, FinishReason.LENGTH)
     assert subject.fake.num_decodes == 3
     assert not subject.engine.has_work
+
+
+def test_M6_requests_of_a_launch_are_charged_by_the_tokens_that_each_decoded(tiny_tokenizer: Tokenizer) -> None:
+    meter = FakeMeter()
+    engine = Subject(tiny_tokenizer, meter=meter).engine
+    for tag, (name, num_tokens) in enumerate({"a": 2, "b": 4}.items()):
+        engine.add(make_request(name, max_tokens=1 + num_tokens), tag=tag)
+    engine.step()  # the prompts and a token of each; the launch behind them makes the rest
+    meter.joules += 6.0
+    ends = {name: event for name, event in engine.step() if isinstance(event, Finished)}
+    assert {name: joules_of([end]) for name, end in ends.items()} == pytest.approx({"a": 2.0, "b": 4.0})
 
 
 def test_a_prompt_that_comes_is_read_by_the_next_launch(subject: Subject) -> None:
