@@ -56,7 +56,7 @@ class ReturnedState:
     """The end state of a request with one choice.
 
     `before_ids`: what its start had read; `num_prompt`: the tokens of its own prompt; `state`: its start state, if that
-    has a file; `rounding`: of a start that has none; `seed`: of its draws.
+    has a file; `rounding`, `earlier_numerics`: of a start that has none; `seed`: of its draws.
     """
 
     services: Services
@@ -66,6 +66,7 @@ class ReturnedState:
     seed: int
     state: StartState | None = None
     rounding: StateFormat = StateFormat.FP32
+    earlier_numerics: tuple[str, ...] = ()
 
     async def object(self, end: EndState | None) -> dict[str, Any]:
         """The state at the end, as JSON."""
@@ -82,6 +83,7 @@ class ReturnedState:
             tenant=self.tenant,
             state_format=services.state_format,
             rounding=self.rounding,
+            earlier_numerics=self.earlier_numerics,
         )
         raw = await asyncio.to_thread(lambda: services.states.seal.seal(encode_file(file)))
         return {

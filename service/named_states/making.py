@@ -57,8 +57,11 @@ def file_at(
     name: str,
     state_format: StateFormat,
     rounding: StateFormat = StateFormat.FP32,
+    earlier_numerics: tuple[str, ...] = (),
 ) -> SessionFile:
-    """The file of a state with its log. `rounding`: the coarsest format that it was computed from."""
+    """The file of a state with its log. `rounding`: the coarsest format that it was computed from; `earlier_numerics`:
+    as in its header.
+    """
     model, tokenizer, mark = backend.model, backend.tokenizer, marks[-1]
     header = SnapshotHeader(
         model_fingerprint=model.fingerprint,
@@ -75,6 +78,7 @@ def file_at(
         version=mark.version,
         parent=mark.version - 1,
         created_at=time.time(),
+        earlier_numerics=earlier_numerics,
     )
     file_header = FileHeader(
         session_id=name,
@@ -101,10 +105,11 @@ async def end_file(
     tenant: str,
     state_format: StateFormat,
     rounding: StateFormat,
+    earlier_numerics: tuple[str, ...],
 ) -> SessionFile:
     """The end of a stateless request. `before_ids`: what was read before its prompt, of `num_prompt` tokens.
 
-    `rounding`: of a state that it resumed which has no file here.
+    `rounding`, `earlier_numerics`: of a state that it resumed which has no file here.
     """
     log_ids = before_ids + end.new_ids
     earlier = () if start is None else start.file.header.marks
@@ -113,7 +118,8 @@ async def end_file(
         version=version, num_log_tokens=len(log_ids), num_sampled=len(end.new_ids) - num_prompt, seed=seed
     )  # fmt: skip
     if start is not None:
-        rounding = coarsest(rounding, start.snapshot.header.rounding)
+        resumed = start.snapshot.header
+        rounding, earlier_numerics = coarsest(rounding, resumed.rounding), resumed.earlier_numerics
     return await asyncio.to_thread(
         lambda: file_at(
             backend,
@@ -124,5 +130,6 @@ async def end_file(
             name=RETURNED,
             state_format=state_format,
             rounding=rounding,
+            earlier_numerics=earlier_numerics,
         )
     )

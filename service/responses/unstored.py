@@ -24,11 +24,14 @@ class Unstored:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The engine's request, what its start had read, and the format that this was rounded to."""
+    """The engine's request, what its start had read, the format that this was rounded to, and the numerics classes that
+    computed it, without the running one.
+    """
 
     request: GenerationRequest
     before_ids: tuple[int, ...] = ()
     rounding: StateFormat = StateFormat.FP32
+    earlier_numerics: tuple[str, ...] = ()
 
 
 async def open_unstored(
@@ -51,6 +54,7 @@ async def open_unstored(
         seed=asked.request.sampling.seed,
         state=plan.state,
         rounding=asked.rounding,
+        earlier_numerics=asked.earlier_numerics,
     )
     return Unstored(group=group, returned=returned)
 
@@ -80,7 +84,12 @@ async def _ask(opening: Opening, plan: TurnPlan, response_id: str, *, has_end: b
     if not has_end or request.resume is None:
         return _Asked(request=request)
     log_ids = await opening.scope.services.store.read_log(key, stop=request.resume.position)
-    return _Asked(request=request, before_ids=log_ids, rounding=start.rounding)
+    return _Asked(
+        request=request,
+        before_ids=log_ids,
+        rounding=start.rounding,
+        earlier_numerics=start.next_earlier_numerics,
+    )
 
 
 async def _start(opening: Opening, plan: TurnPlan) -> ResumedSession | None:

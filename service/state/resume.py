@@ -150,7 +150,7 @@ class ResumedSession:
         return None if self.replay is not None or numerics in ("", self.model.numerics) else numerics
 
     @property
-    def _next_earlier_numerics(self) -> tuple[str, ...]:
+    def next_earlier_numerics(self) -> tuple[str, ...]:
         """The classes that computed what the turn starts from, without the one that runs."""
         if self.snapshot is None:
             return self.earlier_numerics
@@ -279,7 +279,7 @@ class ResumedSession:
             parent=self.head.version + num_versions - 1,
             created_at=created_at,
             energy_joules=self.energy_joules + joules,
-            earlier_numerics=self._next_earlier_numerics,
+            earlier_numerics=self.next_earlier_numerics,
         )
         return Snapshot(header, end.state, held=end.held)
 

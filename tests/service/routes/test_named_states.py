@@ -348,6 +348,32 @@ async def test_file_that_is_no_state_is_refused_as_a_state(server: Gateway) -> N
     assert error_of(damaged)["message"].startswith("this is no state file that can be used: ")
 
 
+def numerics_of(answer: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The classes that computed a returned state: the last one, and those before it."""
+    snapshot = read_file(base64.b64decode(answer["state"]["data"])).snapshot
+    assert snapshot is not None
+    return snapshot.header.numerics, snapshot.header.earlier_numerics
+
+
+async def test_a_returned_state_keeps_the_classes_that_computed_what_it_started_from() -> None:
+    backend, fields = FakeBackend(), {"store": False, "return_state": True, "max_output_tokens": 16}
+    async with gateway(backend, snapshot_tokens=0) as server:
+        first = (await post(server, "/v1/responses", input="One?", max_output_tokens=16)).json()
+        await post(server, "/v1/sessions", id="s")
+        await post(server, "/v1/sessions/s/generate", input="Once", max_tokens=4)
+        backend.model = dataclasses.replace(backend.model, numerics="other")
+        await post(server, "/v1/sessions/s/generate", input="more", max_tokens=4)
+        await create(server, session={"id": "s"})
+        chained = await post(server, "/v1/responses", input="Hi", previous_response_id=first["id"], **fields)
+        started = await post(server, "/v1/responses", input="Hi", state="rules", **fields)
+        completed = await complete(server, state="rules", return_state=True)
+        again = await complete(server, state=completed["state"]["data"], return_state=True)
+        fresh = await complete(server, return_state=True)
+    for answer in (chained.json(), started.json(), completed, again):
+        assert numerics_of(answer) == ("other", ("fake",))
+    assert numerics_of(fresh) == ("other", ())
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
