@@ -49,7 +49,7 @@ async def open_response(
     """
     scope = await _scope_of(scope, body)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(scope.tenant, key)
-    digest = digest_of(body.model_dump(exclude={*body.non_semantic_fields, "return_state"}))
+    digest = digest_of(body.model_dump(exclude={*body.non_semantic_fields, *body.absent_reasoning, "return_state"}))
     earlier = None if key is None or not body.store else await _earlier(scope, response_id, digest)
     if earlier is not None and earlier.response["status"] not in GIVEN_UP:
         return ReadAnswer(scope, earlier)

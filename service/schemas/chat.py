@@ -24,6 +24,7 @@ from service.schemas.common import (
     check_n,
     content_schema,
 )
+from service.schemas.reasoning import ReasoningFields
 from service.schemas.start_state import StateFields
 from service.schemas.structured import StructuredFields
 from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
@@ -124,13 +125,10 @@ def core_messages(messages: Sequence[Message], template: ChatTemplate, tools: Se
     return with_tools([*read, results_message(results, form)] if results else read, tools, form)
 
 
-class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, StateFields):
+class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, ReasoningFields, StateFields):
     """Messages in, the assistant's next message out."""
 
-    ignored = {  # noqa: RUF012
-        **{name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"},
-        "include": list,
-    }
+    ignored = {**IGNORED, "include": list}  # noqa: RUF012
     unsupported = {  # noqa: RUF012
         name: values for name, values in UNSUPPORTED.items() if name not in ("tools", "tool_choice")
     }
@@ -171,7 +169,7 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, St
     def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
         """An answer in a form, or a call that must come, has no thought before it. Raises InvalidRequest."""
         has_form = self.to_grammar() is not None or self.tool_use.is_forced
-        return template.without_thought() if has_form else template
+        return template.without_thought() if has_form else self.template_by_effort(template)
 
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The prompt is the chat as the model reads it; `template`: that of the answer. Raises InvalidRequest."""

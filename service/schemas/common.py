@@ -89,7 +89,8 @@ class RequestSpec:
 class RequestBody(BaseModel):
     """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence.
 
-    `ignored`: fields of other servers that are checked and dropped. `nullable`: fields where null is not absence.
+    `ignored`: fields of other servers that are checked and dropped, unless the body has them as its own. `nullable`:
+    fields where null is not absence.
     `unsupported`: fields that are refused, save with the values listed. `other_names`: names of this body's fields in
     other bodies, for hints.
     """
@@ -109,7 +110,7 @@ class RequestBody(BaseModel):
         for name, value in body.items():
             if value is None and name not in cls.nullable:
                 continue
-            if name in cls.ignored:
+            if name in cls.ignored and name not in cls.model_fields:
                 ignored_fields.check_ignored(name, value, cls.ignored[name])
             elif name in cls.unsupported:
                 if not any(is_same(value, empty) for empty in cls.unsupported[name]):

@@ -24,6 +24,7 @@ from service.schemas.common import (
     content_schema,
 )
 from service.schemas.items import Item, call_item, input_item, result_item
+from service.schemas.reasoning import ReasoningFields
 from service.schemas.sessions import Metadata
 from service.schemas.structured import RESPONSE_FORMAT_SCHEMA, read_format
 from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
@@ -32,11 +33,7 @@ from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
-IGNORED: Mapping[str, type] = {
-    **{name: kind for name, kind in ignored_fields.COMMON.items() if name != "parallel_tool_calls"},
-    "max_tool_calls": int,
-    "include": list,
-}
+IGNORED: Mapping[str, type] = {**ignored_fields.COMMON, "max_tool_calls": int, "include": list}
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "top_logprobs": (0,),
@@ -157,7 +154,7 @@ def tool_use_of(response: Mapping[str, Any]) -> ToolUse:
     )
 
 
-class ContextFields(RequestBody):
+class ContextFields(ReasoningFields):
     """What a response stands on."""
 
     model: str | None = None
@@ -235,7 +232,7 @@ class ContextFields(RequestBody):
 
     def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
         """A call that must come has no thought before it. Raises InvalidRequest."""
-        return template.without_thought() if self.tool_use.is_forced else template
+        return template.without_thought() if self.tool_use.is_forced else self.template_by_effort(template)
 
     def read_instructions(self, form: ToolFormName) -> str | None:
         """What is read in front of the chain: the instructions, and the tools."""

@@ -32,6 +32,7 @@ from service.schemas.ignored_fields import (
     MAX_METADATA_VALUE_CHARS,
     check_metadata,
 )
+from service.schemas.reasoning import ReasoningFields
 from service.schemas.structured import StructuredFields
 from service.state.log_location import LogLocation
 from service.stores.sessions.base import UNSET, Unset
@@ -191,7 +192,7 @@ class ClearBody(RequestBody):
     )
 
 
-class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
+class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, ReasoningFields):
     """One turn: read `input`, or `messages` in the words of the chat template, then sample."""
 
     ignored = IGNORED
@@ -236,11 +237,12 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
     @property
     def digest_exclude(self) -> set[str]:
         """Fields that do not tell two requests apart; a body without messages has the digest that it always had."""
-        return set(self.non_semantic_fields) | (set() if self.messages else {"messages"})
+        absent = self.absent_reasoning if self.messages else {"messages", *self.absent_reasoning}
+        return {*self.non_semantic_fields, *absent}
 
     def template_of_answer(self, template: ChatTemplate) -> ChatTemplate:
         """An answer in a form has no thought before it."""
-        return template if self.to_grammar() is None else template.without_thought()
+        return self.template_by_effort(template) if self.to_grammar() is None else template.without_thought()
 
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The one prompt is the input. An answer to messages ends where the template says. Raises InvalidRequest."""

@@ -71,3 +71,32 @@ def test_a_template_of_no_use_is_refused_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=says) as refused:
             load_settings(chat_template=given)
         assert "NSM_CHAT_TEMPLATE" in str(refused.value)
+
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": [QUESTION]},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/sessions/s1/generate": {"messages": [QUESTION]},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("effort", [{"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}], ids=str)
+async def test_no_effort_closes_the_thought_that_the_template_opens(route: str, effort: dict[str, object]) -> None:
+    backend = FakeBackend(">Hm.</think>\nEmma.")
+    async with gateway(backend, chat_template="rwkv-think-v1") as server:
+        for more, opening in (({}, "<think"), ({"reasoning_effort": "low"}, "<think"), (effort, "<think>\n</think")):
+            await server.client.delete("/v1/sessions/s1")
+            await server.client.post("/v1/sessions", json={"id": "s1"})
+            answer = await server.client.post(route, json={**ROUTES[route], **more})
+            assert answer.status_code == 200, answer.text
+            read = backend.tokenizer.decode(list(backend.requests[-1].prompt_ids))
+            assert read.endswith(f"User: Hello\n\nAssistant: {opening}")
+
+
+async def test_model_that_decides_itself_to_think_still_has_its_thought_told_apart() -> None:
+    async with gateway(FakeBackend("<think>Hm.</think>\nEmma."), chat_template="rwkv-v1") as server:
+        body = {"messages": [QUESTION], "reasoning_effort": "none"}
+        answer = (await server.client.post("/v1/chat/completions", json=body)).json()
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Emma.", "Hm.")
