@@ -53,6 +53,22 @@ def test_products_are_those_of_the_reference_to_the_bit(size: tuple[int, int], v
 
 
 @pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("most", [63, 64, 127])
+def test_sums_of_inputs_that_are_not_negative_are_exact(most: int, variant: str) -> None:
+    """A variant may add four of their products in 16 bits where inputs are small: four of 63 are, of 64 are not."""
+    model = random_model(
+        ModelConfig(vocab_size=32, d_model=64, num_heads=4, num_layers=1, mlp_hidden=16, num_memory_slots=8)
+    )
+    weight = model.embedding.weight.copy_(torch.ones(32, 64))
+    weight[1::2] = -1.0
+    executor = NativeExecutor(model, num_rows=1, weights=NativeWeights(model, variant))
+    hidden = torch.randint(most + 1, (35, 64), generator=torch.Generator().manual_seed(most)).float()
+    hidden[:, 8:14] = 0.0
+    hidden[:, 8] = 127.0
+    assert executor.logits(hidden).equal(product_reference(weight, hidden))
+
+
+@pytest.mark.parametrize("variant", NATIVE)
 @pytest.mark.parametrize("weight_sign", [1.0, -1.0])
 @pytest.mark.parametrize("input_sign", [1.0, -1.0])
 def test_sums_of_the_largest_weights_and_inputs_are_exact(input_sign: float, weight_sign: float, variant: str) -> None:

@@ -16,12 +16,12 @@ inline int tiles_of(int rows) { return (rows + LANES - 1) / LANES; }
 constexpr int GROUP = 4;
 
 // int8 weights [rows, cols] with a scale for each row, packed: a tile is 16 rows by 4 columns at a time, so that one register
-// holds what one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
+// holds what one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 16.
 //
 // int4 weights are int8 ones on a grid: number * step + offset, with numbers of 4 bits, and a step in [1, MAX_STEP] and an offset
 // for each row and INT4_GROUP inputs. No sum or offset leaves [-127, 127]. A tile's part of a group is its grid (16 steps, and 16
 // middles, which are offset + MIDDLE * step) and 16 rows by 8 inputs a step, two numbers to a byte: inputs 0 to 3 below, 4 to 7
-// above. cols is a multiple of 16.
+// above.
 struct Matrix {
   const int8_t* weights;
   const float* scale;
@@ -41,7 +41,7 @@ struct Int4Rows {
   const int8_t* offsets;
 };
 
-// A group of tiles of int4 weights as int8 ones, for a product of many tokens; of few tokens their sums over groups.
+// Scratch of a product: a group of tiles of int4 weights as int8 ones, or a variant's inputs or their sums.
 inline int64_t panel_bytes(int cols) { return int64_t{GROUP} * LANES * cols; }
 
 // fp16 weights [rows, cols] and fp32 bias; a tile is 16 rows by 1 column at a time; used in fp32.
@@ -171,7 +171,7 @@ struct Kernels {
   // silu(gate) * value of [gate, value], quantised; `scratch` [hidden].
   void (*swiglu)(const float* up, int hidden, float* scratch, const Quantised& out, int token);
   // Outputs of the tiles [first, last) for all tokens, `first` the first of a group; `is_added`: on top of what y holds.
-  // panel [panel_bytes(cols)]: scratch of int4 weights.
+  // panel [panel_bytes(cols)]: scratch.
   void (*matmul)(const Matrix& matrix, const Quantised& x, int tokens, int first, int last, float* y, int stride, bool is_added,
                  const Ahead& ahead, int8_t* panel);
   void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,

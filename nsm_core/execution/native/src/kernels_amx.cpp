@@ -11,6 +11,7 @@ namespace {
 // One after the other: each uses those before it
 #include "math.inc"
 #include "matmul.inc"
+#include "int8.inc"
 #include "int4.inc"
 #include "amx.inc"
 #include "slots.inc"

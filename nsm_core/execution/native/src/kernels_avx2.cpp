@@ -11,6 +11,7 @@ namespace {
 // One after the other: each uses those before it
 #include "math.inc"
 #include "matmul.inc"
+#include "bytes.inc"
 #include "numbers.inc"
 #include "slots.inc"
 #include "keyed.inc"

@@ -7,6 +7,7 @@ namespace {
 // One after the other: each uses those before it
 #include "math.inc"
 #include "matmul.inc"
+#include "int8.inc"
 #include "int4.inc"
 #include "slots.inc"
 #include "keyed.inc"

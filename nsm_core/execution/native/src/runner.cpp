@@ -77,7 +77,7 @@ Runner::Runner(const Model& model, const States& states, int num_threads, int pi
   scores_ = Buffer<float>(threads * score_floats_);
   keyed_ = Buffer<float>(threads * keyed_floats_);
   bytes_ = Buffer<int8_t>(tokens * widest(model));
-  panel_bytes_ = shape.is_int4 ? panel_bytes(widest(model)) : 0;
+  panel_bytes_ = panel_bytes(widest(model));
   panels_ = Buffer<int8_t>(threads * static_cast<size_t>(panel_bytes_));
   scale_ = Buffer<float>(tokens);
   sum_ = Buffer<int32_t>(tokens);

@@ -48,8 +48,8 @@ struct Rwkv7Kernels {
   void (*tanh)(float* x, int n);
   void (*sigmoid)(float* x, int n);
   void (*relu_squared)(float* x, int n);
-  // x as two rows of int8, `token` and the one after it: the second holds what the first leaves over, in steps 254 times as fine.
-  void (*quantise_twice)(const float* x, int width, float* scratch, const Quantised& out, int token);
+  // x as two rows of int8, `token` and `second`: the second holds what the first leaves over, in steps 254 times as fine.
+  void (*quantise_twice)(const float* x, int width, float* scratch, const Quantised& out, int token, int second);
   // y += both
   void (*add_two)(const float* first, const float* second, int width, float* y);
   void (*heads)(const Rwkv7Layer& layer, const Rwkv7Work& work);

@@ -37,7 +37,7 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
       quantised_[i] = {bytes_[i].get(), scales_[i].get(), sums_[i].get(), width};
     }
   }
-  panel_bytes_ = shape.large == INT4_LARGE ? panel_bytes(std::max(shape.width, shape.hidden)) : 0;
+  panel_bytes_ = is_rounded_ ? panel_bytes(std::max(shape.width, shape.hidden)) : 0;
   panels_ = Buffer<int8_t>(static_cast<size_t>(num_threads) * panel_bytes_);
   before_.resize(tokens);
 }
@@ -201,7 +201,8 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
     model_.own.relu_squared(inner, hidden);
     // A square has a few large numbers and many small ones: in one row of int8 the small ones would vanish
     if (is_rounded_)
-      model_.own.quantise_twice(inner, hidden, scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_[BYTES_HIDDEN], 2 * token);
+      model_.own.quantise_twice(inner, hidden, scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_[BYTES_HIDDEN],
+                                token, tokens + token);
   });
   const Rwkv7Matrix& value = model_.matrix(layer, CHANNEL_VALUE);
   if (!is_rounded_) {
@@ -210,8 +211,8 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
   }
   multiply({{&value, nullptr, 0, &quantised_[BYTES_HIDDEN], two_.get(), d, false, 2 * tokens}});
   over_tokens(team_, tokens, [&](int token, int) {
-    const float* first = two_.get() + static_cast<int64_t>(2 * token) * d;
-    model_.own.add_two(first, first + d, d, x_.get() + static_cast<int64_t>(token) * d);
+    const int64_t place = static_cast<int64_t>(token) * d;
+    model_.own.add_two(two_.get() + place, two_.get() + static_cast<int64_t>(tokens) * d + place, d, x_.get() + place);
   });
 }
 
