@@ -43,7 +43,7 @@ async def test_an_engine_that_is_killed_leaves_the_streams_of_the_other_and_is_r
     async with running({**settings_of(tiny_model_dir), "DEVICE": "cpu,cpu", "WORKERS": 0}, tmp_path / "data") as server:
         before = processes(server)
         assert set(before) == {"engine 1", "engine 2", "worker 1"}
-        streams = [Stream(server, max_tokens=3_000) for _ in range(2)]
+        streams = [Stream(server, max_tokens=1_000) for _ in range(2)]
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
         before["engine 1"].kill()
         assert all(await asyncio.gather(*(stream.task for stream in streams)))

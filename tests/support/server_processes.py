@@ -18,7 +18,14 @@ from tests.support.control_groups import inside
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 URL = re.compile(r"serving .* on (http://[^\s,]+)")
-SERVE = "from service.server import run; from service.settings import load_settings; run(load_settings())"
+# As `nsm serve` does, and without what only other commands import
+SERVE = """
+from nsm_core.heap import pause_collection
+pause_collection()
+from service.server import run
+from service.settings import load_settings
+run(load_settings())
+"""
 
 
 class Server:

@@ -16,6 +16,7 @@ from tests.support.triton_servers import eventually
 from tests.support.triton_stand_in import StandIn, hurry, is_up, random_loaded, running_backend, stand_ins
 
 TEXT: dict[str, Any] = {"prompt_ids": random_ids(1, 40), "temperature": 1.0, "max_tokens": 12, "seed": 3}
+LONG = 500  # tokens: more than a second, some of which the other server takes for a few
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ async def test_T7_a_request_that_a_stopping_server_refuses_goes_elsewhere_and_th
 ) -> None:
     other = StandIn(server.loaded, max_slots=4)
     async with stand_ins(other), running_backend(server, other) as backend:
-        stays = backend.submit(make_request("stays", **{**TEXT, "max_tokens": 2_000}))
+        stays = backend.submit(make_request("stays", **{**TEXT, "max_tokens": LONG}))
         events = stays.events()
         got = Outcome([await anext(events)])
         stopping, goes_on = (server, other) if server.options else (other, server)
@@ -65,7 +66,7 @@ async def test_T7_a_request_that_a_stopping_server_refuses_goes_elsewhere_and_th
         assert refused.finished.reason is FinishReason.LENGTH
         assert len(goes_on.options) == 1
         got.events += [event async for event in events]
-        assert (len(got.ids), got.finished.reason) == (2_000, FinishReason.LENGTH)
+        assert (len(got.ids), got.finished.reason) == (LONG, FinishReason.LENGTH)
         assert backend.upstream_stats().num_failovers == 1
 
 
