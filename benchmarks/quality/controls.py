@@ -8,7 +8,9 @@ that are missing. Groups:
 - `third-run`: which of the changes of the third run of `pulse-books-keyed` did what. `--start`: the weights of the
   second run (in the history of this repository: `git show 754a3ddf:nsm_core/model/checkpoints/pulse-books-keyed/...`).
 - `far`: what could carry farther and let keys be written out, from the bundled weights (`memory.md`).
-- `layers`: keyed slots beside a hybrid with RWKV-7's time mix of equal bytes and parameters, from new weights.
+- `layers`: keyed slots beside a hybrid with RWKV-7's time mix of equal bytes and parameters, from new weights; and a
+  Transformer that sees everything, which can be measured within 17,408 tokens: `--key-contexts 8192 --key-distances
+  256 7168` with it.
 """
 
 from __future__ import annotations
@@ -81,6 +83,9 @@ ARMS: dict[str, dict[str, str]] = {
         "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776",
         # heads as published: a quarter of the numbers
         "RWKV-7, heads of 64": "--layer-pattern rrrW --mlp-hidden 1776",
+        # rows as long as the text before and in the span whose history is measured; RoPE learns no farther positions
+        "attention to everything": "--layer-pattern A --max-context 17408 --mlp-hidden 2048 --rows 7 --seq-len 17408 "
+        "--carry 0 --whole-rows",
     },
 }
 PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4

@@ -101,6 +101,7 @@ TRAINING_HELP = {
     "passage_weight": "weight of its later tokens in the loss",
     "passages": "of what is inserted, the share of passages, by number; the others are facts with their questions",
     "far_passages": "of the passages, the share that returns 6,000 to 32,000 tokens later; the others: 640 to 40,960",
+    "whole_rows": "layers A with --carry 0: every row is text of one document, the last one of each is padded",
     "tier_share": "share of the rows that are read with one of --state-tiers, or with all slots",
     "start": "model directory of the same sizes whose weights the run begins with; without it new weights",
     "loops": "with --recall: share of the training tokens that repeat the text just before them, without loss",

@@ -46,6 +46,7 @@ class TrainConfig:
     passage_weight: int = 1  # of its later tokens, in the loss
     passages: float = PASSAGE_SHARE  # of what is inserted for recall, by number; the others are facts with questions
     far_passages: float = FAR_SHARE  # of them, those that return after thousands of tokens
+    whole_rows: bool = False  # every row is text of one document; for full attention, which then needs no mask
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     start: Path | None = None  # model directory whose weights the run begins with; None: new ones
     loops: float = 0.0  # with recall: share of the training tokens in loops that the text leaves again
@@ -91,6 +92,8 @@ class TrainConfig:
         most = self.model.num_heads if "K" in self.model.layer_pattern else 0
         self._require(len(self.keep_strengths) <= most, "keep_strengths", f"at most {most} numbers")
         self._require(all(0.0 < value < 1.0 for value in self.keep_strengths), "keep_strengths", "numbers in (0, 1)")
+        sees_all = set(self.model.layer_pattern) == {"A"} and self.carry == 0
+        self._require(sees_all or not self.whole_rows, "whole_rows", "left out but for layers A with --carry 0")
         has_tiers = self.tier_share == 0 or bool(self.model.state_tiers)
         self._require(has_tiers, "tier_share", "0 for a model without state_tiers")
         self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")

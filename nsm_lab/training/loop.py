@@ -263,8 +263,9 @@ class Trainer:
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
         if split == "train" and self.config.recall > 0:
             tokenized = self._with_recall(tokenized)
+        border = self.config.seq_len if self.config.whole_rows else CHUNK_LEN
         return PackedBatches(
-            tokenized, rows, self.config.seq_len, CHUNK_LEN, self.config.seed, self.world.rank, self.world.size
+            tokenized, rows, self.config.seq_len, border, self.config.seed, self.world.rank, self.world.size
         )
 
     def _with_recall(self, split: TokenizedSplit) -> TokenizedSplit:

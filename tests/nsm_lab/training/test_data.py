@@ -243,6 +243,15 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert PackedBatches(split, 2, 16, 8, seed=4).batch(0).ids.tolist() != first
 
 
+def test_rows_as_long_as_the_border_hold_one_document_each() -> None:
+    split = make_split([500, 3, 250])
+    packed = PackedBatches(split, 2, 128, 128, seed=0)
+    batches = [packed.batch(step) for step in range(packed.steps_per_epoch)]
+    assert not any(batch.has_inner_starts for batch in batches)
+    begun = sum(int(batch.reset.sum()) for batch in batches)
+    assert begun >= split.num_documents - 1  # the last rows may be left out
+
+
 def test_shapes_and_dtypes_are_what_the_trainer_expects() -> None:
     batch = PackedBatches(make_split([500, 3, 250]), 3, 128, 64, seed=0).batch(0)
     assert batch.ids.shape == batch.targets.shape == batch.valid.shape == (3, 128)

@@ -193,6 +193,26 @@ def test_carrying_is_a_pure_function_of_seed_and_step(config: TrainConfig) -> No
     assert 60 < sum(steps) < 140
 
 
+def test_full_attention_trains_on_whole_rows_without_a_mask(config: TrainConfig) -> None:
+    model = dataclasses.replace(MODEL, layer_pattern="A", num_kv_heads=2, max_context=128)
+    trainer = Trainer(
+        dataclasses.replace(config, model=model, carry=0.0, whole_rows=True, steps=2), World(0, 1, torch.device("cpu"))
+    )
+    batch = trainer.train_batches.batch(0)
+    assert not batch.has_inner_starts
+    losses, _ = trainer._forward_backward(batch, trainer._zero_states(4), 0)
+    first = batch.ids[:1, : int(batch.valid[0].sum())]
+    alone, _ = trainer.model.forward(first, trainer.model.initial_state(1))
+    within, _ = trainer.model.read(batch.ids, trainer.model.initial_state(4), valid=batch.valid, is_fresh=True)
+    torch.testing.assert_close(within[:1, : first.shape[1]], alone, atol=1e-4, rtol=1e-4)
+    assert math.isfinite(float(losses[0]))
+
+
+def test_whole_rows_are_for_layers_that_carry_nothing(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="whole_rows"):
+        dataclasses.replace(config, whole_rows=True, carry=0.0)
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_schedules_rise_hold_and_end_at_zero(config: TrainConfig, schedule: str) -> None:
     config = dataclasses.replace(config, steps=100, schedule=schedule, warmup=0.1)
