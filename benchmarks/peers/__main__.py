@@ -58,7 +58,7 @@ def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken,
     sizes = {"batches": args.batches, "num_tokens": args.tokens, "lengths": args.lengths}
     for number in range(args.rounds):
         if "ceilings" in args.parts:
-            add(taken, OURS, measure_ceilings(repeats=CEILING_REPEATS))
+            add(taken, OURS, measure_ceilings(args.model, repeats=CEILING_REPEATS))
             progress(f"ceilings, round {number + 1}")
         for name in streams.in_turn(list(subjects), number) if "engines" in args.parts else ():
             add(taken, name, subjects[name].decode_and_prefill(**sizes))

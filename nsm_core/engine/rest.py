@@ -13,14 +13,14 @@ AFTER_S = 10.0
 
 
 class Rest:
-    """Gives the memory of rows and of the heap back, once in each time without requests; the first time also the code
-    of libraries that only the start has run. On the engine's thread.
+    """Gives the memory of rows and of the heap back, once in each time without requests, and the code of libraries:
+    most of it only the start has run, or requests that are over. On the engine's thread.
     """
 
     def __init__(self, pool: StatePool, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool, self._clock = pool, clock
         self._since: float | None = None
-        self._has_rested, self._has_code = False, True
+        self._has_rested = False
 
     def used(self) -> None:
         """A request has come."""
@@ -37,6 +37,4 @@ class Rest:
             self._has_rested = True
             self._pool.give_back()
             trim_heap()
-            if self._has_code:
-                self._has_code = False
-                give_back_code()
+            give_back_code()

@@ -58,18 +58,18 @@ def test_a_request_that_comes_before_begins_the_time_again() -> None:
     assert not is_given_back(pool)
 
 
-def test_code_that_the_start_has_run_goes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_goes_once_in_each_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     clock = Clock()
     monkeypatch.setattr("nsm_core.engine.rest.give_back_code", lambda: given.append(clock.now))
     rest = Rest(used_pool(), clock)
-    for clock.now in (0.0, AFTER_S):
+    for clock.now in (0.0, AFTER_S, 2 * AFTER_S):
         rest.turn(has_work=False)
     assert given == [AFTER_S]
     rest.used()
-    for clock.now in (2 * AFTER_S, 3 * AFTER_S):
+    for clock.now in (3 * AFTER_S, 4 * AFTER_S, 5 * AFTER_S):
         rest.turn(has_work=False)
-    assert given == [AFTER_S]
+    assert given == [AFTER_S, 4 * AFTER_S]
 
 
 def test_nothing_goes_while_a_row_is_leased() -> None:
