@@ -1,9 +1,9 @@
 """Numbers and names that a text tells once, in ordinary sentences, and what a model answers to ordinary questions:
 `python -m benchmarks.quality.plain_questions`.
 
-Twelve ways to tell and ask, none of them in the sentences of training, four texts of each with 600 tokens of books of
-data/books-sample between telling and asking. An answer is right if it begins with what was told, and right to the end
-if no further letter or digit follows.
+Twelve ways to tell and ask, none of them in the sentences of training, four texts of each. Between telling and asking
+lie 600 tokens of a book of data/books-sample, or `--between`, at most 5,000. An answer is right if it begins with what
+was told, and right to the end if no further letter or digit follows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NAMES = ("Wetherby", "Corisande", "Tolliver", "Maplethorpe", "Ravenna", "Sebasti
 TEXTS, BEFORE, BETWEEN, ANSWER_TOKENS = 4, 100, 600, 8  # texts; tokens
 
 
-def answers(model: str) -> list[tuple[str, str, str]]:
-    """Question, what was told, what is answered."""
+def answers(model: str, between: int = BETWEEN) -> list[tuple[str, str, str]]:
+    """Question, what was told `between` tokens before, what is answered."""
     loaded = load_checkpoint(CHECKPOINTS / model)
     engine = Engine(
         loaded.model, loaded.tokenizer, fingerprint="", config=EngineConfig(max_slots=32), executor=NativeExecutor
@@ -59,7 +59,7 @@ def answers(model: str) -> list[tuple[str, str, str]]:
                 loaded.tokenizer.end_of_text_id,
                 *book[start:middle],
                 *encode(f"\n\n{statement.format(value)}\n\n"),
-                *book[middle : middle + BETWEEN],
+                *book[middle : middle + between],
                 *encode(f"\n\n{question}"),
             ]
             sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
@@ -86,11 +86,12 @@ def is_right(value: str, answer: str) -> tuple[bool, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pulse-books-keyed", help="of the bundled ones")
+    parser.add_argument("--between", type=int, default=BETWEEN, help="tokens")
     parser.add_argument("--show", action="store_true", help="every answer")
     options = parser.parse_args()
     print("| asked | right | right to the end |\n| --- | ---: | ---: |")
     of_way = dict[str, list[tuple[bool, bool]]]()
-    for question, value, answer in answers(options.model):
+    for question, value, answer in answers(options.model, options.between):
         of_way.setdefault(question, []).append(is_right(value, answer))
         if options.show:
             print(f"{question} [{value}] {answer!r}")

@@ -13,6 +13,7 @@ BUNDLED = CHECKPOINTS / "pulse-books-keyed"  # the default model
 
 # Weights of the default model that were replaced: the beginning of their fingerprint, and a commit whose tree has them
 REPLACED = {
+    "0bd69b1d2313": "02a3e64f",
     "b7747ae40f2d": "2741fafe",
     "deabff18c759": "35bdc8ae",
     "26f0cc71f55f": "754a3ddf",

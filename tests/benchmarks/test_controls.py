@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality import controls, far_memory
+from benchmarks.quality import controls, far_memory, strengths
 from nsm_core.config import ModelConfig
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
@@ -103,6 +103,24 @@ def test_a_centred_strength_has_the_mean_of_its_bias(model: NsmModel) -> None:
         torch.testing.assert_close(routes @ means[head.layer], torch.zeros(8), atol=1e-4, rtol=0.0)
     uses = far_memory.key_use(model, ids)
     assert all(1.0 <= use.dimensions <= 8.0 for use in uses)
+
+
+def test_keeping_heads_write_what_is_wanted_on_average(model: NsmModel) -> None:
+    texts = torch.randint(64, (2, 2048), generator=torch.Generator().manual_seed(1))
+    strengths.set_strengths(model, texts, (0.02, 0.005), context=0.5)
+    for layer, mean in zip(model.layers, strengths.judged(model, texts), strict=True):
+        assert isinstance(layer.mixer, KeyedMixer)
+        written = sorted(mean[strengths.keeping(layer.mixer)].tolist())
+        assert written == pytest.approx([0.005, 0.02], rel=0.01)
+
+
+@torch.no_grad()
+def test_passages_that_slots_hold_are_told_from_those_they_never_read(model: NsmModel) -> None:
+    once = torch.randint(64, (1, 256), generator=torch.Generator().manual_seed(2))
+    texts = once.repeat(1, 9)  # all passages are equal: a state that began after them has read the same
+    gains = strengths.passage_gains(model, texts, 512)
+    assert gains.shape == (1,)
+    assert float(gains[0]) == pytest.approx(0.0, abs=0.05)
 
 
 def test_samples_are_those_of_a_seed(model: NsmModel) -> None:
