@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import WithJsonSchema, field_validator
 
 from nsm_core.chat_template import ChatTemplate
 from service.schemas.common import RequestBody
-from service.schemas.ignored_fields import check_ignored
+from service.schemas.ignored_fields import EFFORTS, REASONING, check_ignored
 
 NO_EFFORT = "none"
-_MEANING = "`none`: without the thought that the chat template opens; other efforts change nothing"
+_MEANING = "none: without the thought that the chat template opens; other efforts change nothing"
+REASONING_SCHEMA = {
+    "type": "object",
+    "properties": {name: {"enum": list(values)} for name, values in REASONING.items()},
+    "additionalProperties": False,
+    "description": f"effort {_MEANING}",
+}
+EFFORT_SCHEMA = {"enum": list(EFFORTS), "description": _MEANING}
 
 
 class ReasoningFields(RequestBody):
     """Of bodies whose answer may begin with a thought."""
 
-    reasoning: dict[str, Any] | None = Field(default=None, description=f'{{"effort", "summary"}}. {_MEANING}')
-    reasoning_effort: str | None = Field(default=None, description=_MEANING)
+    reasoning: Annotated[dict[str, Any] | None, WithJsonSchema(REASONING_SCHEMA)] = None
+    reasoning_effort: Annotated[str | None, WithJsonSchema(EFFORT_SCHEMA)] = None
 
     @field_validator("reasoning", mode="before")
     @classmethod
