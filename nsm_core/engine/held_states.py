@@ -88,7 +88,7 @@ class HeldStates:
         self._moving: list[tuple[torch.cuda.Event, _Entry, _Row]] = []  # until the host has them
         self._side = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
         self._copies: list[RowCopy] = []  # that `flush` will make,
-        self._unwritten: list[_Entry] = []  # whose rows get their content by it
+        self._unwritten: dict[int, _Entry] = {}  # whose rows get their content by it
 
     @property
     def num_states(self) -> int:
@@ -113,24 +113,33 @@ class HeldStates:
             self._entries[number] = entry
             self._num_on_device += self._is_gpu
         self._copies.append(RowCopy(row.block, row.index, self._pool.rows, slot))
-        self._unwritten.append(entry)
+        self._unwritten[number] = entry
         if self._pool.poison:
             self.flush()  # the slot's row is poisoned when it is free
         return number
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Makes the copies that `hold` and `HeldStart.copy_to` left to it. Does not wait."""
+        """Makes the copies that `hold` and `HeldStart.copy_to` left to it. Does not wait.
+
+        After an error the states whose copies were left are not here.
+        """
         if not self._copies:
             return
         copies, self._copies = self._copies, []
-        copy_rows(copies)
-        unwritten, self._unwritten = self._unwritten, []
+        unwritten, self._unwritten = self._unwritten, {}
+        try:
+            copy_rows(copies)
+        except Exception:
+            with self._lock:
+                for number in unwritten.keys() & self._entries.keys():
+                    self._drop(number)
+            raise
         if not unwritten:
             return
         written = self._record()
         with self._lock:
-            for entry in unwritten:
+            for entry in unwritten.values():
                 entry.written = written
             self._spill()
 

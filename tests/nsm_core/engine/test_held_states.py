@@ -63,6 +63,22 @@ def test_the_least_recently_used_states_go_with_their_names() -> None:
     assert held.num_states == 2
 
 
+def test_a_state_whose_copy_fails_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held()
+    before = held.put(1)
+    number = held.hold(0)
+    with monkeypatch.context() as broken, pytest.raises(torch.OutOfMemoryError):
+        broken.setattr("nsm_core.engine.held_states.copy_rows", fail_for_memory)
+        held.flush()
+    held.flush()
+    assert held.take(number) is None
+    assert held.got(before) == 1.0
+
+
+def fail_for_memory(_: object) -> None:
+    raise torch.OutOfMemoryError
+
+
 def test_a_name_moves_on_and_a_state_without_any_goes() -> None:
     held = Held()
     first, second = held.put(1), held.put(2)
