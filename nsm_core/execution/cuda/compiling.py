@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def compile_ahead(launch: Callable[[], None], *, subject: str | None = None, num
         return 0
     num_missing = _compile_missing(launch, num_processes)
     if note is not None:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        with suppress(OSError):  # a cache that cannot be written to may have all kernels
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
     return num_missing
 
 

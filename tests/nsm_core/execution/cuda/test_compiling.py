@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,19 @@ def test_what_is_launched_is_compiled_by_other_processes_and_found_here(tmp_path
         assert json.loads(done.stdout) == {
             "variants": 3, "compiled": num_compiled, "hits": [True, True, True], "rehearsed": rehearsed
         }  # fmt: skip
+
+
+def test_a_cache_that_takes_no_note_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsm_core.execution.cuda import compiling
+
+    (tmp_path / "file").touch()
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "a GPU"))
+    monkeypatch.setattr(compiling, "driver", driver)
+    monkeypatch.setattr(compiling.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    rehearsed: list[str] = []
+    for _ in range(2):
+        assert compiling.compile_ahead(lambda: rehearsed.append("kernels"), subject="one") == 0
+    assert rehearsed == ["kernels", "kernels"]
 
 
 def test_a_kernel_that_does_not_compile_is_named_and_left_to_its_launch(tmp_path: Path) -> None:
