@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
@@ -24,6 +24,7 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from service.backends.triton.dev_server import default_home
 from tests.support.control_groups import group_root
 from tests.support.counts import enable_soak, is_soak
+from tests.support.interpreter import patch_language_once_per_launch
 from tests.support.order import longest_first
 from tests.support.samples import sample_texts
 from tests.support.tiers import Tier, Tiers
@@ -153,6 +154,15 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """For kernels that the tests of this run have imported, where there is no GPU for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+            patch_language_once_per_launch(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

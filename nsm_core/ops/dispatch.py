@@ -28,5 +28,5 @@ def operator_or_function(operator: Callable[..., Result], function: Callable[...
     """What to call of an operator and the function that it was made of: the function where nothing is differentiated or
     compiled. The first call of an operator imports torch's compiler, half a second of a start.
     """
-    is_plain = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    is_plain = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return function if is_plain else operator

@@ -10,17 +10,28 @@ from typing import Protocol, TypeVar
 
 LONGEST = (
     "tests/integration/test_servers_that_stop.py",
+    "tests/nsm_core/execution/cuda/test_rwkv7_executor.py",
     "tests/integration/test_change_of_model.py",
     "tests/integration/test_fine_tuning_survives_kill.py",
-    "tests/integration/test_batches_survive_kill.py",
-    "tests/integration/test_devices.py",
-    "tests/integration/test_workers.py",
     "tests/integration/test_gateway_on_engine.py",
+    "tests/integration/test_batches_survive_kill.py",
     "tests/integration/test_redis_gateways.py",
+    "tests/integration/test_devices.py",
     "tests/integration/test_openapi.py",
+    "tests/integration/test_workers.py",
+    "tests/integration/test_turns_on_processes.py",
     "tests/integration/test_random_kills.py",
     "tests/integration/test_prefix_resume.py",
     "tests/integration/test_redis_failures.py",
+    "tests/integration/test_streams_survive.py",
+    "tests/nsm_core/execution/cuda/test_compiling.py",
+    "tests/nsm_core/execution/cuda/test_cuda_executor.py",
+    "tests/nsm_core/execution/cuda/test_reading_again.py",
+    "tests/nsm_core/execution/test_executor.py",
+    "tests/nsm_lab/evaluation/recall_size/test_recall_size.py",
+    "tests/loadtests/test_runs.py",
+    "tests/service/cli/test_bench.py",
+    "tests/service/cli/test_arbitrary_user.py",
 )
 
 
