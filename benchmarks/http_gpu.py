@@ -65,10 +65,13 @@ class Load:
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """What clients saw, in seconds: of each stream the time to its first text, and all gaps between pieces."""
+    """What clients saw, in seconds: of each stream the time to its first text, all gaps between pieces, and the time
+    from its last text to its end, in which a session's turn is committed.
+    """
 
     firsts: list[float] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
+    ends: list[float] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
     num_turns: int = 0
     num_failed: int = 0
@@ -78,6 +81,7 @@ class Seen:
     def add(self, other: Seen) -> None:
         self.firsts += other.firsts
         self.gaps += other.gaps
+        self.ends += other.ends
         self.num_tokens += other.num_tokens
         self.num_turns += other.num_turns
         self.num_failed += other.num_failed
@@ -92,6 +96,7 @@ class Reader(asyncio.Protocol):
         self._request = request
         self._tail = b""
         self.times: list[float] = []
+        self.ended_at = 0.0  # after the request, like `times`
         self.num_tokens = self.num_prompt_tokens = 0
         self.is_whole = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,6 +115,7 @@ class Reader(asyncio.Protocol):
             read = PROMPT.search(self._tail)
             self.num_prompt_tokens = int(read[1]) if read else 0
             self.is_whole = found is not None and b"data: [DONE]" in self._tail
+            self.ended_at = time.perf_counter() - self._began
             self.ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -126,6 +132,10 @@ class Client:
         self._words = [word for document in read_documents(BOOKS, "test") for word in document.text.split()]
         self.seen = Seen()
 
+    def draw_seed(self) -> int:
+        """For another client."""
+        return self._draw.getrandbits(32)
+
     async def stream(self, path: str, body: dict[str, Any]) -> None:
         body = {**body, "ignore_eos": True, "temperature": 0.8, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -139,6 +149,7 @@ class Client:
         seen.num_read += reader.num_prompt_tokens
         seen.firsts += times[:1]
         seen.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
+        seen.ends += [reader.ended_at - last for last in times[-1:] if reader.is_whole]
 
     async def session(self, load: Load) -> None:
         """Sessions of its own, turn after turn, each in its turn."""
@@ -154,13 +165,11 @@ class Client:
     async def completion(self, load: Load) -> None:
         await self.stream("/v1/completions", {"prompt": self._prompt(load.num_words), "max_tokens": load.num_tokens})
 
-    async def prompts(self, load: Load) -> None:
-        """Long prompts beside the streams: one token is sampled of each."""
-        beside = Client(self._address, self._draw.getrandbits(32))
+    async def prompts(self, load: Load) -> Seen:
+        """Long prompts, one after the other: one token is sampled of each."""
         for _ in range(load.prompts_each):
-            await beside.stream("/v1/completions", {"prompt": beside._prompt(load.prompt_words), "max_tokens": 1})
-        self.seen.num_failed += beside.seen.num_failed
-        self.seen.num_prompt_tokens += beside.seen.num_read
+            await self.stream("/v1/completions", {"prompt": self._prompt(load.prompt_words), "max_tokens": 1})
+        return Seen(num_failed=self.seen.num_failed, num_prompt_tokens=self.seen.num_read)
 
     async def _create(self, name: str) -> None:
         reader, writer = await asyncio.open_connection(*self._address)
@@ -182,15 +191,16 @@ class Client:
 def client_process(address: tuple[str, int], seed: int, load: Load, number: int, pipe: Any) -> None:
     """`number` of the load's streams or sessions, when the parent says so."""
 
-    async def run(client: Client) -> None:
+    async def run() -> None:
         work = client.session if load.turns else client.completion
-        beside = [client.prompts(load)] if load.prompts_each else []
-        await asyncio.gather(*(work(load) for _ in range(number)), *beside)
+        *_, of_prompts = await asyncio.gather(*(work(load) for _ in range(number)), beside.prompts(load))
+        client.seen.add(of_prompts)
 
     client = Client(address, seed)
+    beside = Client(address, client.draw_seed())  # made before the clock runs: it reads books
     pipe.send("ready")
     pipe.recv()
-    asyncio.run(run(client))
+    asyncio.run(run())
     pipe.send(client.seen)
 
 
@@ -208,7 +218,7 @@ class ServerUnderTest:
         self.start_s = time.monotonic() - started
 
     def _read_address(self) -> tuple[str, int]:
-        lines = []
+        lines = self.start_lines = list[str]()  # of the log, up to that with the address
         for line in self._process.stderr or ():
             lines.append(line)
             found = URL.search(line)
@@ -303,6 +313,8 @@ def figures_of(seen: Seen, wall_s: float, cpu_s: float) -> dict[str, float]:
         "first_ms_p95": quantile(seen.firsts, 0.95) * 1e3,
         "gap_ms_p50": quantile(seen.gaps, 0.5) * 1e3,
         "gap_ms_p99": quantile(seen.gaps, 0.99) * 1e3,
+        "end_ms_p50": quantile(seen.ends, 0.5) * 1e3,
+        "end_ms_p95": quantile(seen.ends, 0.95) * 1e3,
         "tokens_per_piece": seen.num_tokens / max(1, len(seen.firsts) + len(seen.gaps)),
         "cpu_us_per_token": cpu_s / max(1, seen.num_tokens) * 1e6,
         "num_failed": seen.num_failed,
@@ -317,7 +329,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 HEAD = (
     f"{'at once':<14}{'tok/s':>9}{'turns/s':>9}{'first p50/p95, ms':>20}{'gap p50/p99, ms':>18}"
-    f"{'CPU us/tok':>12}{'failed':>8}"
+    f"{'end p50/p95, ms':>18}{'CPU us/tok':>12}{'failed':>8}"
 )
 
 
@@ -326,9 +338,10 @@ def row_of(load: Load, found: dict[str, float]) -> str:
     kind = "sessions" if load.turns else "+prompts" if load.prompts_each else "streams"
     first = f"{found['first_ms_p50']:.0f} / {found['first_ms_p95']:.0f}"
     gap = f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f}"
+    end = f"{found['end_ms_p50']:.1f} / {found['end_ms_p95']:.1f}"
     return (
         f"{load.number:>4} {kind:<9}{found['tokens_per_s']:>9,.0f}{found['turns_per_s']:>9.1f}{first:>20}{gap:>18}"
-        f"{found['cpu_us_per_token']:>12.1f}{found['num_failed']:>8}"
+        f"{end:>18}{found['cpu_us_per_token']:>12.1f}{found['num_failed']:>8}"
     )
 
 
@@ -358,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         loads += [plain, dataclasses.replace(plain, prompts_each=args.prompts, prompt_words=args.prompt_words)]
     rows = []
     with served(shlex.split(args.serve)) as server:
-        print(f"started in {server.start_s:.1f} s")
+        print(f"started in {server.start_s:.1f} s", *(line.rstrip() for line in server.start_lines), sep="\n")
         print(HEAD)
         measure(server, loads[0], args.clients, args.seed - 1000)  # a warm-up
         for index, load in enumerate(loads):

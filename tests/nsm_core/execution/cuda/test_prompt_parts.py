@@ -16,6 +16,8 @@ from nsm_core.execution.cuda.prompt_reader import ROWS, PromptReader
 from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import random_model, small_config
 
+HAS_GPU = torch.cuda.is_available()
+
 
 class Reader(PromptReader):
     """Notes what it would read, and returns the rows."""
@@ -72,9 +74,13 @@ def test_a_recorded_batch_leaves_the_states_and_hidden_vectors_of_plain_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three prompts by a graph of four rows, on states that are not the start; its making changes no row."""
-    sum_products_in_one_order(monkeypatch)
+    if not HAS_GPU:
+        sum_products_in_one_order(monkeypatch)
     monkeypatch.setattr(prompt_reader, "record", Replayed)
-    model = random_model(small_config(48, layer_pattern="W", window=64))
+    model = random_model(
+        small_config(48, layer_pattern="NKW" if HAS_GPU else "W", window=64, num_memory_slots=32, slot_width=32)
+    )
+    model.to("cuda" if HAS_GPU else "cpu")
     options = CudaOptions(weights=CudaWeights.FP32, graphs=False)
     plain, recorded = (CudaExecutor(model, num_rows=5, options=options) for _ in range(2))
     for executor in (plain, recorded):
