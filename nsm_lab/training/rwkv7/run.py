@@ -21,6 +21,8 @@ from nsm_lab.training.rwkv7.model import Rwkv7
 WEIGHTS_FILE = "rwkv7.safetensors"  # names of the official layout
 MATRICES = ("receptance.weight", "key.weight", "value.weight", "output.weight")  # of a layer: by Muon
 VALIDATION_BATCHES = 4
+# Operations a second that a CPU of a few cores does at best, and how many hours of them are worth a word
+CPU_OPERATIONS, LONG_HOURS = 5e10, 1.0
 
 
 def train(config: Rwkv7TrainConfig) -> float:
@@ -35,6 +37,8 @@ def train(config: Rwkv7TrainConfig) -> float:
     _require_tokens(splits["train"], (config.rows + 1) * config.seq_len + 2, need)
     _require_tokens(splits["val"], config.seq_len + 2, f"a row of {config.seq_len} (--seq-len) needs")
     model = Rwkv7(tokenizer.vocab_size, config.width, config.layers).to(device)
+    if device.type == "cpu":
+        _warn_of_hours(sum(parameter.numel() for parameter in model.parameters()), config)
     batches = _batches(splits["train"], config, device)
     _steps(model, batches, config)
     loss = _validate(model, splits["val"], config, device)
@@ -51,6 +55,17 @@ def _require_tokens(split: TokenizedSplit, num_tokens: int, need: str) -> None:
     if len(split.ids) < num_tokens:
         raise ConfigError(
             f"the {split.name} split has {len(split.ids)} tokens; {need} {num_tokens}: choose less, or a larger corpus"
+        )
+
+
+def _warn_of_hours(num_parameters: int, config: Rwkv7TrainConfig) -> None:
+    """A line before the first step of a run that a CPU needs hours for: the sizes by default are a GPU's."""
+    num_tokens = config.steps * config.rows * config.seq_len
+    hours = 6 * num_parameters * num_tokens / CPU_OPERATIONS / 3600  # two a parameter and token forward, four back
+    if hours >= LONG_HOURS:
+        log_line(
+            f"{num_parameters:,} parameters and {num_tokens:,} tokens take a CPU at least {hours:,.0f} hours: "
+            "--layers, --width, --rows, --seq-len and --steps make it less"
         )
 
 

@@ -12,6 +12,7 @@ from nsm_core.errors import ConfigError
 from nsm_core.rwkv7.loader import load_rwkv7
 from nsm_core.tokenizer import TOKENIZER_FILE, BpeTokenizer, Tokenizer
 from nsm_lab.training.data import Split, tokenize_split
+from nsm_lab.training.rwkv7 import run
 from nsm_lab.training.rwkv7.__main__ import main, parse
 from nsm_lab.training.rwkv7.model import Rwkv7
 from nsm_lab.training.rwkv7.run import train
@@ -35,7 +36,9 @@ def test_a_run_learns_and_its_model_is_the_one_that_the_server_reads(
     untrained = train(parse([*options, "--steps", "1", "--muon-lr", "1e-9", "--adam-lr", "1e-9"]))
     config = parse([*options, "--steps", "12", "--log-every", "6"])
     assert train(config) < untrained - 0.5
-    assert "step 12 of 12" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step 12 of 12" in said
+    assert "hours" not in said
     loaded = load_rwkv7(config.out)
     ids = torch.tensor([loaded.tokenizer.encode("the slow ships came home under the grey sky")])
     hidden, _ = loaded.model.forward(ids, loaded.model.initial_state(1))
@@ -44,6 +47,17 @@ def test_a_run_learns_and_its_model_is_the_one_that_the_server_reads(
     with torch.no_grad():
         expected = trained(ids)
     assert torch.allclose(loaded.model.logits(hidden), expected[..., : loaded.model.num_ids], atol=1e-4)
+
+
+def test_hours_on_a_cpu_are_said_before_the_first_step(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "CPU_OPERATIONS", 1.0)
+    train(parse([*options, "--steps", "1", "--log-every", "1"]))
+    said = capsys.readouterr().err
+    assert "64 tokens take a CPU at least" in said
+    assert said.index("hours: --layers, --width, --rows, --seq-len and --steps") < said.index("step 1 of 1")
 
 
 @pytest.mark.parametrize(
