@@ -35,9 +35,15 @@ class Int8Rows:
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[R, C, ...] float -> int8 of that shape and fp32 scale [R, ...]: symmetric, absolute maximum along C."""
-    parts = [_quantize(part.float()) for part in torch.split(weight, CHUNK_ROWS)]
-    numbers, scales = zip(*parts, strict=True)
-    return (torch.cat(numbers), torch.cat(scales)) if len(parts) > 1 else parts[0]
+    if len(weight) <= CHUNK_ROWS:
+        return _quantize(weight.float())
+    # Whole from the start: pieces of the result between what a chunk frees would keep that memory from the next one
+    numbers = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scale = torch.empty(weight.shape[:1] + weight.shape[2:], dtype=torch.float32, device=weight.device)
+    for first in range(0, len(weight), CHUNK_ROWS):
+        chunk = slice(first, first + CHUNK_ROWS)
+        numbers[chunk], scale[chunk] = _quantize(weight[chunk].float())
+    return numbers, scale
 
 
 def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
