@@ -209,9 +209,17 @@ def _of_classes(verified: Verified, running: str) -> list[str]:
         return [f"made by {before} and {newest}, verified as {running}: it differs under each of them"]
     if verified.numerics is None:
         return []
-    executor = executor_of_numerics(newest)
-    remedy = "its own executor verifies it" if executor is None else f"NSM_EXECUTOR={executor} verifies it"
-    return [f"made by {newest}, verified as {running}: {remedy}"]
+    return [f"made by {newest}, verified as {running}: {_remedy(newest, running)}"]
+
+
+def _remedy(made: str, running: str) -> str:
+    """How a state of another numerics class is verified."""
+    executor = executor_of_numerics(made)
+    if executor is None:
+        return "its own executor verifies it"
+    if executor == executor_of_numerics(running):
+        return "the same executor in the versions and on the device of then verifies it"
+    return f"NSM_EXECUTOR={executor} verifies it"
 
 
 def _to_json(verified: Verified) -> dict[str, Any]:

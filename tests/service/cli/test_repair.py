@@ -103,7 +103,12 @@ def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numerics", "remedy"), [("cuda/bf16/kernels-2", "NSM_EXECUTOR=cuda"), ("tpu/int8/1", "its own executor")]
+    ("numerics", "remedy"),
+    [
+        ("cuda/bf16/kernels-2", "NSM_EXECUTOR=cuda"),
+        ("tpu/int8/1", "its own executor"),
+        ("cpu/fp32/torch-1.0.0/AVX2", "the same executor in the versions and on the device of then"),
+    ],
 )
 def test_session_of_another_numerics_class_is_counted_apart_with_the_executor_that_verifies_it(
     nsm: Nsm, data_dir: Path, numerics: str, remedy: str
