@@ -101,11 +101,12 @@ void Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, cons
   });
 }
 
-// Calls task(first tile, last tile, thread) for groups of tiles; counts what they fetch.
+// Calls task(first tile, last tile, thread) for groups of tiles; counts what they fetch. As many parts as threads: each arranges all
+// inputs anew, which took a quarter of the time of prompts with four parts a thread.
 template <typename Task>
 void Runner::over_groups(int rows, int steps, int tokens, const Task& task) {
   const int tiles = tiles_of(rows), groups = (tiles + GROUP - 1) / GROUP;
-  const int parts = team_.size() == 1 ? 1 : std::min(groups, team_.size() * TASKS_PER_THREAD);
+  const int parts = std::min(groups, team_.size());
   team_.run(parts, [&](int part, int thread) {
     task(part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP), thread);
   });
