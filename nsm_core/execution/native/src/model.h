@@ -1,6 +1,7 @@
 // A model's weights as the kernels want them, and the machine that runs them on rows of states.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -167,13 +168,14 @@ class Runner {
   void share(int count, const Task& task) {
     team_.run(count, task);
   }
-  // Calls task(runner, first, rows) for parts of the rows, each on a runner of one thread; with all rows and this one where they are
-  // few. Threads that share every matrix all wait for memory at the slots of each layer, and then all for arithmetic; runners that go
-  // through the layers on their own wait for it at different times, and none waits for the others before the end.
+  // Calls task(runner, first, rows) for parts of the rows, each on a runner of one thread; with all rows and this one where less than
+  // half of the threads would get a part. Threads that share every matrix all wait for memory at the slots of each layer, and then all
+  // for arithmetic; runners that go through the layers on their own wait for it at different times, and none waits for the others before
+  // the end.
   template <typename Task>
   void over_lanes(int num_rows, const Task& task) {
-    const int lanes = static_cast<int>(lanes_.size());
-    if (lanes == 0 || num_rows < LEAST_LANE_ROWS * lanes) return task(*this, 0, num_rows);
+    const int threads = static_cast<int>(lanes_.size()), lanes = std::min(threads, num_rows / LEAST_LANE_ROWS);
+    if (lanes < 2 || 2 * lanes < threads) return task(*this, 0, num_rows);
     team_.run_long(lanes, [&](int lane, int) {
       const int first = lane * num_rows / lanes;
       task(*lanes_[lane], first, (lane + 1) * num_rows / lanes - first);
