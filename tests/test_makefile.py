@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -44,3 +45,17 @@ def test_serving_starts_at_once_after_a_whole_setup_but_not_the_other_way_round(
     for ready in ready_files(whole):
         ready.touch()
     assert planned(tmp_path, "serve").splitlines() == [f"{tmp_path}/bin/nsm serve "]
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_marks_of_another_torch_go_when_one_is_installed(tmp_path: Path, has_torch: bool) -> None:
+    """Else a target of the former would start with the latter. In place of Python, a script that does nothing."""
+    python, marks = tmp_path / "bin" / "python", [tmp_path / f".{kind}-torch-1.0" for kind in ("ready", "servable")]
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\n" + ("exit 0" if has_torch else '[ "$1" != - ]  # it asks for the version') + "\n")
+    python.chmod(0o755)
+    for mark in marks:
+        mark.touch()
+    command = ["scripts/setup", str(python), str(tmp_path), "scripts/serve.lock", "1.0"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"CXX": "true"}, capture_output=True, check=True)
+    assert [mark.exists() for mark in marks] == [has_torch, has_torch]
