@@ -140,7 +140,8 @@ def test_workers_start_while_the_engine_does(program: Program, sock: socket.sock
 def test_process_that_no_other_start_can_help_ends_the_server_at_once(
     program: Program, sock: socket.socket, role: str
 ) -> None:
-    starts = program(**{"engine": SERVES, "worker": SERVES, role: REFUSES})
+    refuses = REFUSES if role == "engine" else WAITS_FOR.format(other="engine") + REFUSES  # both start at once
+    starts = program(**{"engine": SERVES, "worker": SERVES, role: refuses})
     with pytest.raises(ConfigError, match=r"^NSM_MODEL is no model$"):
         run_workers(Settings(workers=1), sock)
     assert starts.read_text().splitlines().count("engine") == 1
