@@ -33,6 +33,9 @@ Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default
 
 BAD = ("diverged", "damaged", "failed")
 INCOMPARABLE = ("several_numerics", "other_numerics")
+OTHERS = ("other_model", "other_tokenizer")
+STATELESS = ("empty", "no_state", "gone")
+NOTHING_COMPARED = 3  # the status of `verify` where no state is comparable: a nightly job must not pass
 VERIFIED: dict[str, str] = {
     "same": "same",
     "diverged": "diverged",
@@ -81,15 +84,19 @@ def verify(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Derive states from their token logs again and compare; status 1 if one is wrong. Writes nothing."""
+    """Derive states from their token logs again and compare; status 1 if one is wrong, 3 if none of the states is
+    comparable. Writes nothing.
+    """
     settings = source_settings(data_dir, store, model=model, device=device)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
     if as_json:
         print_json(report.to_json())
     else:
         report.show()
-    if report.has_missed_all or any(report.counts[verdict] for verdict in BAD):
+    if any(report.counts[verdict] for verdict in BAD):
         raise typer.Exit(1)
+    if report.has_missed_all:
+        raise typer.Exit(NOTHING_COMPARED)
 
 
 def migrate(
@@ -129,9 +136,8 @@ class Report:
 
     @property
     def has_missed_all(self) -> bool:
-        """Whether no state was compared since all are of other models."""
-        others = self.counts["other_model"] + self.counts["other_tokenizer"]
-        return bool(others) and not self._compared and not any(self.counts[verdict] for verdict in INCOMPARABLE)
+        """Whether no state was compared since all are of other models or other numerics classes."""
+        return not self._compared and any(self.counts[verdict] for verdict in (*OTHERS, *INCOMPARABLE))
 
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
@@ -157,10 +163,20 @@ class Report:
     def _why_nothing(self) -> str:
         """Where no state was compared."""
         if self.has_missed_all:
-            return "; nothing was compared: --model names the model that made them"
-        if self.counts["no_state"] and not self._compared:
+            return f"; nothing was compared: {self._way_to_compare()}"
+        if self.counts["no_state"] and all(verdict in STATELESS for verdict in +self.counts):
             return "; nothing was compared: the store has no state of these sessions yet, their turns read the logs"
         return ""
+
+    def _way_to_compare(self) -> str:
+        """Where no state was compared: what compares all of them, if that is one thing."""
+        if not any(self.counts[verdict] for verdict in INCOMPARABLE):
+            return "--model names the model that made them"
+        made = {verified.numerics for verified in self._odd if verified.verdict == "other_numerics"}
+        verifiers = {_verifier(numerics, self._numerics) for numerics in made if numerics is not None}
+        if len(verifiers) > 1 or any(self.counts[verdict] for verdict in (*OTHERS, "several_numerics")):
+            return "see the line of each session"
+        return f"{verifiers.pop()} verifies them"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -209,17 +225,17 @@ def _of_classes(verified: Verified, running: str) -> list[str]:
         return [f"made by {before} and {newest}, verified as {running}: it differs under each of them"]
     if verified.numerics is None:
         return []
-    return [f"made by {newest}, verified as {running}: {_remedy(newest, running)}"]
+    return [f"made by {newest}, verified as {running}: {_verifier(newest, running)} verifies it"]
 
 
-def _remedy(made: str, running: str) -> str:
-    """How a state of another numerics class is verified."""
+def _verifier(made: str, running: str) -> str:
+    """What verifies a state of another numerics class."""
     executor = executor_of_numerics(made)
     if executor is None:
-        return "its own executor verifies it"
+        return "its own executor"
     if executor == executor_of_numerics(running):
-        return "the same executor in the versions and on the device of then verifies it"
-    return f"NSM_EXECUTOR={executor} verifies it"
+        return "the same executor in the versions and on the device of then"
+    return f"NSM_EXECUTOR={executor}"
 
 
 def _to_json(verified: Verified) -> dict[str, Any]:

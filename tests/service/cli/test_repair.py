@@ -97,6 +97,16 @@ def rewrite_header(data_dir: Path, session_id: str, *, position: int = 0, **fiel
     connection.close()
 
 
+def forget_state(data_dir: Path, session_id: str) -> None:
+    """As if the session were too young for a stored state."""
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        where = "WHERE session_id = ?"
+        connection.execute(f"DELETE FROM snapshots {where}", (session_id,))
+        young = "snapshot_version = 0, snapshot_position = 0, snapshot_bytes = 0"
+        connection.execute(f"UPDATE sessions SET {young} {where}", (session_id,))
+    connection.close()
+
+
 def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
     """As if another numerics class had begun the session."""
     rewrite_header(data_dir, session_id, position=position, earlier_numerics=("cpu/other/1",))
@@ -117,14 +127,36 @@ def test_session_of_another_numerics_class_is_counted_apart_with_the_executor_th
     change_state(data_dir, session_id)
     rewrite_header(data_dir, session_id, numerics=numerics)
     done = nsm("sessions", "verify")
-    assert done.exit_code == 0
+    assert done.exit_code == 3
     first, last = done.stdout.splitlines()
     assert first.startswith(f"default/{session_id}: of another numerics class, not comparable: differs by up to 0.")
     assert first.endswith(f": {remedy} verifies it")
-    assert last == "verify: 1 of another numerics class, not comparable"
+    counted = "verify: 1 of another numerics class, not comparable"
+    assert last == f"{counted}; nothing was compared: {remedy} verifies them"
     assert nsm("sessions", "verify", "--tolerance", 1e-3).exit_code == 1
     rewrite_header(data_dir, session_id, position=-1)
     assert nsm("sessions", "verify").stdout.startswith(f"default/{session_id}: diverged: ")  # no class explains that
+
+
+def test_no_line_says_that_there_are_no_states_where_only_some_sessions_have_none(nsm: Nsm, data_dir: Path) -> None:
+    one, other = talk(nsm), talk(nsm)
+    stateless = talk(nsm)
+    forget_state(data_dir, stateless)
+    without = "1 without a state to compare"
+    alone = nsm("sessions", "verify", stateless)
+    assert alone.exit_code == 0
+    assert alone.stdout.startswith(f"verify: {without}; nothing was compared: the store has no state of these")
+    for session_id in (one, other):
+        change_state(data_dir, session_id)
+        rewrite_header(data_dir, session_id, numerics="cuda/bf16/kernels-2")
+    done = nsm("sessions", "verify")
+    counted = f"verify: 2 of another numerics class, not comparable, {without}"
+    assert done.stdout.splitlines()[-1] == f"{counted}; nothing was compared: NSM_EXECUTOR=cuda verifies them"
+    assert done.exit_code == 3
+    rewrite_header(data_dir, other, numerics="cuda/fp32/kernels-2")
+    assert nsm("sessions", "verify").stdout.endswith("; nothing was compared: see the line of each session\n")
+    rewrite_header(data_dir, other, position=-1)
+    assert nsm("sessions", "verify").exit_code == 1
 
 
 def test_sessions_of_several_numerics_classes_are_counted_apart_and_do_not_fail(nsm: Nsm, data_dir: Path) -> None:
@@ -185,7 +217,7 @@ def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Pat
     other = ("--model", other_model_dir)
     done = nsm("sessions", "verify", *other)
     missed = "verify: 1 of another model; nothing was compared: --model names the model that made them"
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, missed)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (3, missed)
     assert nsm("sessions", "migrate", "--dry-run", *other).stdout == "would migrate: 1 migrated\n"
     assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 migrated\n"
     assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 left as they are\n"
