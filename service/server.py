@@ -146,7 +146,7 @@ async def warn_of_other_model(services: Services) -> None:
         if models.name_of(made_by) is None:
             logger.warning(
                 "the newest session was made by model %s, which does not run here: %s",
-                *await asyncio.to_thread(other_model, made_by),
+                *await asyncio.to_thread(other_model, made_by, running),
             )
 
 

@@ -74,7 +74,7 @@ async def describe_stored(
     NotFound; InvalidRequest also for a session that has a log and no stored state.
     """
     found = resume(stored, model=source.model, tokenizer=source.tokenizer)
-    start = await _usable(found, stored.head)
+    start = await _usable(found, stored.head, running=source.model.fingerprint)
     if start.is_cold:
         raise InvalidRequest(f"no state of session {stored.head.session_id!r} is stored; a running server can make it")
     snapshot = start.snapshot
@@ -117,12 +117,14 @@ async def _recent(
     return recent
 
 
-async def _usable(found: ResumedSession | LostState, head: SessionHead) -> ResumedSession:
-    """Raises for a state that the next turn would rebuild: until then nothing can be inspected."""
+async def _usable(found: ResumedSession | LostState, head: SessionHead, *, running: str) -> ResumedSession:
+    """Raises for a state that the next turn would rebuild: until then nothing can be inspected. `running`: the
+    fingerprint of the model that is served.
+    """
     if isinstance(found, ResumedSession):
         return found
     if found.reason == "fingerprint_mismatch":
-        made_by, ways = await asyncio.to_thread(other_model, head.model_fingerprint)
+        made_by, ways = await asyncio.to_thread(other_model, head.model_fingerprint, running)
         raise StateMismatch(
             f"the state of session {head.session_id!r} was made by model {made_by}, which is not served here: {ways}"
         )

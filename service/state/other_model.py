@@ -15,16 +15,20 @@ SHOWN_DIGITS = 12
 
 class OtherModel(NamedTuple):
     """`shown`: the name of a bundled model with its fingerprint's beginning, also of earlier weights of the default; of
-    any other model the beginning alone. `ways`: commands for an operator whose store has its sessions.
+    any other model the beginning alone. `ways`: commands for an operator whose store has its sessions; they keep the
+    running model.
     """
 
     shown: str
     ways: str
 
 
-def other_model(fingerprint: str) -> OtherModel:
-    """The first call reads the bundled models' files, for a tenth of a second: from an event loop, in a thread."""
-    ways = f"`nsm sessions migrate` moves sessions to the running model, {_serving(fingerprint)}"
+def other_model(fingerprint: str, running: str) -> OtherModel:
+    """`running`: the fingerprint of the model that is served.
+
+    The first call reads the bundled models' files, for a tenth of a second: from an event loop, in a thread.
+    """
+    ways = f"`nsm sessions migrate` moves sessions to the running model, {_serving(fingerprint, running)}"
     return OtherModel(shown_model(fingerprint), ways)
 
 
@@ -32,7 +36,7 @@ def shown_model(fingerprint: str) -> str:
     """Reads files as `other_model` does."""
     name, short = bundled_name(fingerprint), fingerprint[:SHOWN_DIGITS]
     if name is None and commit_of_replaced(fingerprint) is not None:
-        name = f"an earlier {BUNDLED.name}"
+        return f"{BUNDLED.name} (earlier weights, {short})"
     return short if name is None else f"{name} ({short})"
 
 
@@ -48,13 +52,14 @@ def _refusal(head: SessionHead, running: str, is_readable: bool) -> str:
     made_by = head.model_fingerprint
     begin = f"session {head.session_id!r} was made by model {shown_model(made_by)}"
     if is_readable:
-        return f"{begin}, which is not served here, as {shown_model(running)} is: {other_model(made_by).ways}"
-    return f"{begin} with another tokenizer than that of {shown_model(running)}: {_serving(made_by)}"
+        return f"{begin}, which is not served here, as {shown_model(running)} is: {other_model(made_by, running).ways}"
+    return f"{begin} with another tokenizer than that of {shown_model(running)}: {_serving(made_by, running)}"
 
 
-def _serving(fingerprint: str) -> str:
+def _serving(fingerprint: str, running: str) -> str:
     name, commit = bundled_name(fingerprint), commit_of_replaced(fingerprint)  # reads files
-    serving = f"`nsm serve --model {'DIRECTORY' if name is None else name}` continues with theirs"
+    kept = bundled_name(running) or "RUNNING"
+    serving = f"`nsm serve --model {kept} --model {name or 'before=DIRECTORY'}` also continues theirs"
     if name is not None or commit is None:
         return serving
-    return f"{serving}: that is nsm_core/model/checkpoints/{BUNDLED.name} at commit {commit} of the repository"
+    return f"{serving}: DIRECTORY is nsm_core/model/checkpoints/{BUNDLED.name} at commit {commit} of the repository"

@@ -40,7 +40,8 @@ async def test_R3_sessions_of_another_model_are_refused_until_they_are_moved(tmp
         server.client.headers.update(IDENTITY)
         await server.kill_in_mid_stream("killed", OPENING, seed=7)
     async with running(NEW, tmp_path) as server:
-        ways = "`nsm sessions migrate` moves sessions to the running model, `nsm serve --model pulse-books-small`"
+        both = "`nsm serve --model pulse-books-keyed --model pulse-books-small` also continues theirs"
+        ways = f"`nsm sessions migrate` moves sessions to the running model, {both}"
         assert "the newest session was made by model pulse-books-small (" in server.start
         assert ways in server.start
         message = await refused(server, "/v1/sessions/known/states")
@@ -112,4 +113,4 @@ async def test_a_start_warns_of_a_newest_session_of_another_model(tmp_path: Path
         await server.say_once("known", OPENING, **TURN)
     async with running(OLD, tmp_path) as server:
         assert f"the newest session was made by model {BUNDLED.name} (" in server.start
-        assert f"`nsm serve --model {BUNDLED.name}` continues with theirs" in server.start
+        assert f"--model {BUNDLED.name}` also continues theirs" in server.start

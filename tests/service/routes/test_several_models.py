@@ -357,7 +357,7 @@ async def test_a_session_whose_model_is_no_longer_named_is_refused(tmp_path: Pat
             error = error_of(response)
             assert (response.status_code, error["code"]) == (409, "state_mismatch")
             assert "`nsm sessions migrate`" in error["message"]
-            assert "`nsm serve --model DIRECTORY`" in error["message"]
+            assert "`nsm serve --model RUNNING --model before=DIRECTORY`" in error["message"]
             assert (await server.client.get("/v1/sessions/s")).json()["version"] == 1
     async with serving(Shelf("blue"), store=SqliteSessionStore(store)) as server:
         answer = (await server.client.post(path, json=body)).json()

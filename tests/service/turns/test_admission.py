@@ -102,7 +102,7 @@ async def test_R3_a_session_of_a_model_that_is_not_served_is_refused(has_state: 
         before = await harness.store.get(KEY)
         with pytest.raises(StateMismatch, match="session 's1' was made by model") as caught:
             await harness.make_turns(backend).open_turn(make_request(9))
-        assert "`nsm serve --model DIRECTORY` continues with theirs" in str(caught.value)
+        assert "`nsm serve --model RUNNING --model before=DIRECTORY` also continues theirs" in str(caught.value)
         assert ("`nsm sessions migrate`" in str(caught.value)) is has_tokenizer
         assert (await harness.store.get(KEY)).version == before.version
         assert backend.requests == []
