@@ -6,6 +6,8 @@ after a hash of its sources, so a library of other sources is never loaded, and 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import platform
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,7 +71,9 @@ def find_compiler() -> str | None:
 
 
 def build() -> Path:
-    """Compiles the library unless it is there. Raises RuntimeError with what the compiler said."""
+    """Compiles the library unless it is there, after a build of another process has ended. Raises RuntimeError with
+    what the compiler said.
+    """
     target = library_path()
     if target.exists():
         return target
@@ -76,6 +81,37 @@ def build() -> Path:
     if compiler is None:
         raise RuntimeError("there is no C++ compiler; Debian has one in the package g++")
     LIBRARIES.mkdir(exist_ok=True)
+    with _lock() as is_alone:
+        if target.exists():  # the other process made it
+            return target
+        if is_alone:
+            _remove_leftovers()
+        _make(compiler, target)
+    return target
+
+
+@contextlib.contextmanager
+def _lock() -> Iterator[bool]:
+    """Waits until no other process builds. False, without waiting, on a file system that locks no directories."""
+    directory = os.open(LIBRARIES, os.O_RDONLY)
+    try:
+        is_alone = True
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        except OSError:
+            is_alone = False
+        yield is_alone
+    finally:
+        os.close(directory)  # and so unlocked, as by the end of a process
+
+
+def _remove_leftovers() -> None:
+    """The objects of builds that were killed."""
+    for scratch in LIBRARIES.glob(f"{tempfile.gettempprefix()}*"):
+        shutil.rmtree(scratch, ignore_errors=True)  # a compiler may have outlived its build and still write there
+
+
+def _make(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=LIBRARIES) as scratch, ThreadPoolExecutor() as threads:
         objects = list(threads.map(lambda unit: _compile(compiler, unit, Path(scratch)), UNITS))
         partial = Path(scratch) / target.name
@@ -84,7 +120,6 @@ def build() -> Path:
     for other in LIBRARIES.glob("libnsm-*.so"):
         if other != target:
             other.unlink()
-    return target
 
 
 def _compile(compiler: str, unit: str, directory: Path) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,49 @@ def test_a_library_is_made_once_and_replaced_when_its_sources_change(sources: Pa
     assert build.library_path() != first
     second = build.build()
     assert [file.name for file in first.parent.iterdir()] == [second.name]
+
+
+@needs_compiler
+def test_what_a_killed_build_left_behind_goes_at_the_next(sources: Path) -> None:
+    left = sources.parent / "build" / "tmpabcd1234"
+    left.mkdir(parents=True)
+    (left / "api.o").write_bytes(b"cut")
+    made = build.build()
+    assert list(made.parent.iterdir()) == [made]
+
+
+@needs_compiler
+def test_builds_at_one_time_compile_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see that there is no library before either begins."""
+    both, compiled, found = threading.Barrier(2, timeout=60), [], build.find_compiler()
+
+    def find_compiler() -> str | None:
+        both.wait()
+        return found
+
+    def compile_unit(compiler: str, unit: str, directory: Path) -> Path:
+        compiled.append(unit)
+        return compile_really(compiler, unit, directory)
+
+    compile_really = build._compile
+    monkeypatch.setattr(build, "find_compiler", find_compiler)
+    monkeypatch.setattr(build, "_compile", compile_unit)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(build.build) for _ in range(2)]
+    assert [result.result() for result in results] == [build.library_path()] * 2
+    assert compiled == ["api.cpp"]
+
+
+@needs_compiler
+def test_without_locks_nothing_of_another_build_is_removed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError("no locks here")
+
+    running = sources.parent / "build" / "tmpabcd1234"
+    running.mkdir(parents=True)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert build.build().exists()
+    assert running.exists()
 
 
 @needs_compiler
