@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 from pathlib import Path
@@ -59,3 +61,29 @@ def test_marks_of_another_torch_go_when_one_is_installed(tmp_path: Path, has_tor
     command = ["scripts/setup", str(python), str(tmp_path), "scripts/serve.lock", "1.0"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"CXX": "true"}, capture_output=True, check=True)
     assert [mark.exists() for mark in marks] == [has_torch, has_torch]
+
+
+def test_setup_tells_a_terminal_alone_that_it_is_at_work(tmp_path: Path) -> None:
+    """On the terminal its pip installs no package until a line has come."""
+    python, go_on = tmp_path / "bin" / "python", tmp_path / "go-on"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\ncase "$TERMINAL $*" in yes*hashes*) read -r _ < {go_on};; esac\n')
+    python.chmod(0o755)
+    os.mkfifo(go_on)
+    command = ["scripts/setup", str(python), str(tmp_path), "scripts/serve.lock", "1.0"]
+    environ = os.environ | {"CXX": "true", "SETUP_TELL_S": "0.05"}
+    logged = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^setup: (\S+)", logged, re.MULTILINE) == ["2", "3", "done"]
+    assert logged.count("\n") == 3
+    master, terminal = pty.openpty()
+    environ["TERMINAL"] = "yes"
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=terminal, stderr=terminal) as setup:
+        os.close(terminal)
+        with open(master, encoding="utf-8") as shown:
+            line = rf"setup: still at work after \d+ s, \d+ MB in {tmp_path}\n"
+            while not re.fullmatch(line, shown.readline()):
+                pass
+            go_on.write_text("\n")
+            with contextlib.suppress(OSError):  # so ends a terminal that nobody writes to any more
+                shown.read()
+    assert setup.returncode == 0
