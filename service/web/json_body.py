@@ -66,6 +66,9 @@ class JsonRoute(APIRoute):
         known = {field.alias for field in fields} | IGNORED_QUERY
         whole = {field.alias for field in fields if field.field_info.annotation in (int, int | None)}
         body_field = self.body_field
+        # A handler that takes the request reads its body itself. Those of GET have no meaning
+        is_read_here = self.dependant.request_param_name is None
+        has_no_fields = body_field is None and is_read_here and "GET" not in (self.methods or ())
 
         async def parse_then_handle(request: Request) -> Response:
             check_query(request.query_params.multi_items(), known, whole)
@@ -77,6 +80,10 @@ class JsonRoute(APIRoute):
                     is_large = len(raw) > INLINE_BYTES
                     value = await asyncio.to_thread(read_large, raw, body_field) if is_large else parse(raw)
                     request = JsonRequest(request, raw, value)
+            elif has_no_fields and (raw := await request.body()):
+                check_content_type(request.headers.get("content-type", ""))
+                is_large = len(raw) > INLINE_BYTES
+                check_no_fields(await asyncio.to_thread(parse_large, raw) if is_large else parse(raw))
             try:
                 return await handler(request)
             except RequestValidationError as error:
@@ -156,16 +163,32 @@ def repeated_name(raw: bytes) -> str | None:
     return None
 
 
+def check_no_fields(value: Any) -> None:
+    """Raises InvalidRequest for the body of a route without fields, unless it is empty; null is absence."""
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {type(value).__name__}")
+    name = next((name for name, given in value.items() if given is not None), None)
+    if name is not None:
+        raise InvalidRequest(f"unknown field {quoted(name)}", param=name, code="unknown_parameter")
+
+
 def read_large(raw: bytes, field: ModelField) -> Any:
     """The checked body, which FastAPI takes as it is. Raises InvalidRequest or RequestValidationError."""
+    value, errors = field.validate(parse_large(raw), {}, loc=("body",))
+    if errors:
+        raise RequestValidationError(errors)
+    return value
+
+
+def parse_large(raw: bytes) -> Any:
+    """As `parse`, after its parts were counted."""
     num_parts = count_parts(raw)
     if num_parts > MAX_PARTS:
         message = f"the body must have at most {MAX_PARTS} objects, lists and members of objects, got {num_parts}"
         raise InvalidRequest(message, code="too_many_values")
-    value, errors = field.validate(parse(raw), {}, loc=("body",))
-    if errors:
-        raise RequestValidationError(errors)
-    return value
+    return parse(raw)
 
 
 def count_parts(raw: bytes) -> int:

@@ -159,3 +159,43 @@ async def test_a_compressed_body_is_refused(server: Gateway) -> None:
 )
 async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:
     await assert_refused(server, await server.client.post(COMPLETIONS, content=raw, headers=JSON), 400, words)
+
+
+def routes_without_body(server: Gateway) -> list[tuple[str, str]]:
+    """Method and path of those that change something and describe no body."""
+    paths = server.app.openapi()["paths"]
+    return [
+        (method.upper(), path.replace("{", "").replace("}", ""))
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if method in ("post", "delete", "put", "patch") and "requestBody" not in operation
+    ]
+
+
+async def test_a_route_without_a_body_refuses_one_with_fields(server: Gateway) -> None:
+    routes = routes_without_body(server)
+    assert {("POST", "/v1/sessions/session_id/cancel"), ("DELETE", "/v1/sessions/session_id")} <= set(routes)
+    assert len(routes) >= 10
+    large = b'{"x": "' + b"y" * 40_000 + b'"}'
+    for method, path in routes:
+        for raw, code, param in (
+            (b'{"x": 1}', "unknown_parameter", "x"),
+            (b'{"y": null, "x": []}', "unknown_parameter", "x"),
+            (large, "unknown_parameter", "x"),
+            (b"{bad", "invalid_json", None),
+            (b"[1]", None, None),
+        ):
+            response = await server.client.request(method, path, content=raw, headers=JSON)
+            error = error_of(response)
+            assert (response.status_code, error["code"], error["param"]) == (400, code, param), (method, path, raw[:9])
+            assert param is None or "unknown field 'x'" in error["message"]
+        assert (await server.client.request(method, path, content=b'{"x": 1}')).status_code == 415
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b" {} ", b"null", b'{"x": null}'])
+async def test_a_route_without_a_body_takes_an_empty_one(server: Gateway, raw: bytes) -> None:
+    path = "/v1/sessions/s1"
+    await server.client.post("/v1/sessions", json={"id": "s1"})
+    for method, at in (("POST", f"{path}/cancel"), ("DELETE", path)):
+        response = await server.client.request(method, at, content=raw, headers=JSON)
+        assert response.status_code == 200, response.text
