@@ -67,10 +67,34 @@ class Appended:
 async def append_to_session(
     turns: TurnRegistry, backend: InferenceBackend, store: SessionStore, tenants: Tenants, request: AppendRequest
 ) -> Appended:
-    """Reads and commits; the session is at a new version. A request whose identity was appended before reads nothing.
+    """Reads and commits; the session is at a new version. A request whose identity was appended before reads nothing,
+    and needs no engine.
 
     Raises the errors of `TurnRegistry.open_turn`, and KeyReused; then nothing has changed.
     """
+    try:
+        return await _append_or_replay(turns, backend, store, tenants, request)
+    except EngineDead:  # it is asked for the session's state before the record is read
+        done = await _done_before(store, request)
+        if done is None:
+            raise
+        return done
+
+
+async def _done_before(store: SessionStore, request: AppendRequest) -> Appended | None:
+    """What an earlier try of the whole request committed. Raises KeyReused."""
+    if request.identity is None or PROGRESS in request.extra:
+        return None
+    record = await store.get_turn(request.key, identity=request.identity)
+    if record is None or record.status != "committed":
+        return None
+    require_same(record.digest, request.digest)
+    return _appended_before(await store.get(request.key), record)
+
+
+async def _append_or_replay(
+    turns: TurnRegistry, backend: InferenceBackend, store: SessionStore, tenants: Tenants, request: AppendRequest
+) -> Appended:
     async with turns.exclusive(request.key, is_hot=True) as (turn, held):
         if request.identity is None:
             return await _append(turns.keeper, backend, store, tenants, request, turn, held, turn_id=None, ttl_s=0.0)

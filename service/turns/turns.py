@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nsm_core.engine.request import Finished, FinishReason
-from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
+from nsm_core.errors import EngineDead, KeyReused, NotFound, SessionBusy, TurnCancelled
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.lifecycle.lifecycle import Lifecycle
@@ -115,7 +115,8 @@ class TurnRegistry:
         """A new turn, like `open_turn`, unless there is one that the request is a retry of.
 
         When a turn was begun for the same identity before, it is that one, from its first event on: it runs, here or in
-        another process, or was committed. One whose process was lost is taken over. Raises KeyReused as well.
+        another process, or was committed. One whose process was lost is taken over. A committed one needs no engine.
+        Raises KeyReused as well.
         """
         self._require_open()
         known = await self._known_here(request)
@@ -134,6 +135,11 @@ class TurnRegistry:
                     return self._run(run)
         except SessionBusy:
             known = await self._known_elsewhere(request)
+            if known is None:
+                raise
+            return known
+        except EngineDead:  # it is asked for the session's state before the record is read
+            known = await self._known_elsewhere(request, is_committed=True)
             if known is None:
                 raise
             return known
@@ -183,12 +189,12 @@ class TurnRegistry:
             await running.ended.wait()  # it was refused: this one tries itself
         return None
 
-    async def _known_elsewhere(self, request: TurnRequest) -> TurnSource | None:
-        """The turn that a retry asks for, when another process has the session."""
+    async def _known_elsewhere(self, request: TurnRequest, *, is_committed: bool = False) -> TurnSource | None:
+        """The turn that a retry asks for, without the session's lease. `is_committed`: not one that still runs."""
         if request.identity is None:
             return None
         record = await self._store.get_turn(request.key, identity=request.identity)
-        if record is None:
+        if record is None or (is_committed and record.status != "committed"):
             return None
         require_same(record.digest, request.digest)
         self._metrics.sessions.turn_replayed()

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nsm_core.errors import DeadlineExceeded, NsmError, NumericalError
+from nsm_core.engine.request import NamedState
+from nsm_core.errors import DeadlineExceeded, EngineDead, NsmError, NumericalError
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 
@@ -154,3 +155,56 @@ async def test_what_was_refused_leaves_the_key_free(server: Gateway) -> None:
     assert response.status_code == 400
     assert (await say(server, input="")).status_code == 400
     assert (await say(server)).status_code == 200
+
+
+class LeavingBackend(FakeBackend):
+    """As an engine in another process that holds states; while it is away nothing of it can be had."""
+
+    is_away = False
+
+    def require_room(self) -> None:
+        self._require_it()
+        super().require_room()
+
+    async def find_state(self, name: str) -> NamedState | None:
+        self._require_it()
+        return await super().find_state(name)
+
+    def _require_it(self) -> None:
+        if self.is_away:
+            raise EngineDead("the engine's process is starting again")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_D9_a_committed_turn_is_answered_while_the_engine_is_away(*, is_stream: bool) -> None:
+    backend = LeavingBackend(replays_exactly=True, holds_states=True)
+    async with gateway(backend) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        first = await say(server, stream=is_stream)
+        backend.is_away = True
+        backend.states.lose()
+        again = await say(server, stream=is_stream)
+        assert (again.status_code, again.text) == (200, first.text)
+        assert again.headers["idempotent-replayed"] == "true"
+        assert (await say(server, input="y")).status_code == 422
+        new = await say(server, {"Idempotency-Key": "k2"})
+        assert (new.status_code, error_of(new)["code"]) == (503, "engine_dead")
+        backend.is_away = False
+        assert (await say(server, {"Idempotency-Key": "k2"})).json()["session"]["version"] == 2
+        assert len(backend.requests) == 2
+
+
+async def test_D9_a_committed_text_is_known_while_the_engine_is_away() -> None:
+    backend, path = LeavingBackend(replays_exactly=True, holds_states=True), "/v1/sessions/s1/append"
+    async with gateway(backend) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        first = await server.client.post(path, json={"input": "x"}, headers=KEY)
+        backend.is_away = True
+        again = await server.client.post(path, json={"input": "x"}, headers=KEY)
+        assert (again.status_code, again.json()) == (200, first.json())
+        assert again.headers["idempotent-replayed"] == "true"
+        assert (await server.client.post(path, json={"input": "y"}, headers=KEY)).status_code == 422
+        for headers in ({}, {"Idempotency-Key": "k2"}):
+            assert (
+                error_of(await server.client.post(path, json={"input": "x"}, headers=headers))["code"] == "engine_dead"
+            )
