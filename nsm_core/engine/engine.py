@@ -201,7 +201,7 @@ class Engine:
             self._step_overlapped(in_flight, plan, events)
         else:
             self._step_alone(plan, events)
-        self.held.flush()
+        self._flush_held()
         if not self._active.by_id:
             self._stats.idle()
         seconds = time.monotonic() - started
@@ -338,6 +338,17 @@ class Engine:
         self._stats.record(plan, running, time.monotonic() - started, {}, num_rounds=len(tokens))
         self._scheduler.apply(plan)
         self._applier.apply_slice(plan.decode, tokens, events)
+
+    def _flush_held(self) -> None:
+        """Copies the states that requests left in this step. After an error those states are gone, as if others had
+        taken their place; the requests have their text, and the rows of those that run are as they were.
+        """
+        try:
+            self.held.flush()
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            logger.error("states that requests left with the engine could not be copied, they are gone", exc_info=error)
 
     def _start_admitted(self, plan: Plan) -> None:
         now = self._clock()

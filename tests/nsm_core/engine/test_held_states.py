@@ -7,8 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from nsm_core.config import EngineConfig
+from nsm_core.engine.apply import Events
+from nsm_core.engine.engine import Engine
 from nsm_core.engine.held_states import HeldStates
-from nsm_core.engine.request import EndState, Resume
+from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
 from nsm_core.errors import EngineDead
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State, StateSpec, TensorSpec
@@ -159,3 +162,53 @@ def test_a_request_from_a_state_that_has_gone_is_refused(tiny_tokenizer: Tokeniz
     with pytest.raises(EngineDead, match="does not hold the state any more"):
         engine.add(make_request("a", (1,), resume=resume))
     assert not engine.has_work
+
+
+def plain_engine(tokenizer: Tokenizer) -> Engine:
+    """Its free rows are not poisoned: copies wait for the end of their step."""
+    config = EngineConfig(max_slots=2, token_budget=16, queue_limit=8)
+    return Engine(small_model(), tokenizer, fingerprint=FINGERPRINT, config=config)
+
+
+def end_of(events: Events, request_id: str) -> Finished | None:
+    return next((end for name, end in events if name == request_id and isinstance(end, Finished)), None)
+
+
+def test_states_that_cannot_be_copied_are_gone_and_no_request_ends_for_it(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = []
+    for is_broken in (False, True):
+        engine = plain_engine(tiny_tokenizer)
+        engine.add(dataclasses.replace(make_request("a", (5, 6), max_tokens=2), hold_state=True))
+        engine.add(make_request("b", (7,), max_tokens=6))
+        events: Events = []
+        with monkeypatch.context() as broken:
+            if is_broken:
+                broken.setattr("nsm_core.engine.held_states.copy_rows", fail_for_memory)
+            while end_of(events, "a") is None:
+                events += engine.step()
+        while engine.has_work:
+            events += engine.step()
+        ended = [end_of(events, name) for name in "ab"]
+        assert [end and end.reason for end in ended] == [FinishReason.LENGTH] * 2
+        assert ended[0] is not None
+        assert ended[0].end_state is not None
+        assert ended[0].end_state.held is not None
+        assert (engine.held.pack(ended[0].end_state.held) is None) is is_broken
+        ends.append(ended[1] and ended[1].end_state)
+    assert ends[0] == ends[1]
+    assert "could not be copied" in caplog.text
+
+
+def test_a_lost_device_ends_the_engine_when_states_are_copied(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    engine = plain_engine(tiny_tokenizer)
+    engine.add(dataclasses.replace(make_request("a", (5, 6), max_tokens=1), hold_state=True))
+    monkeypatch.setattr("nsm_core.engine.held_states.copy_rows", fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        engine.step()
