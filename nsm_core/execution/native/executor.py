@@ -14,7 +14,7 @@ from nsm_core.execution.base import DecodeInputs
 from nsm_core.execution.native.decode import NativeDecoder
 from nsm_core.execution.native.library import require_library
 from nsm_core.execution.native.precision import Precision
-from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows, as_ints
+from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows, as_ints, require_memory
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
@@ -59,7 +59,7 @@ class NativeExecutor(NativeRows):
         self._decode = NativeDecoder(self._library, self._runner, width=self._width, vocab_size=config.vocab_size)
 
     def _multiply_head(self, hidden: Tensor, out: Tensor) -> None:
-        self._library.nsm_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr())
+        require_memory(self._library.nsm_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr()))
 
     def decode_rounds(self, rows: Sequence[int], inputs: DecodeInputs, /) -> npt.NDArray[np.int64]:
         self.pool.check_leased(rows)
@@ -67,12 +67,13 @@ class NativeExecutor(NativeRows):
 
     def _run(self, rows: Ints, counts: Ints, ids: Sequence[int]) -> Tensor:
         numbers, hidden = as_ints(ids), torch.empty(len(ids), self._width)
-        is_known = self._library.nsm_run(
+        done = self._library.nsm_run(
             *(self._runner, self._num_ids, rows.ctypes.data, counts.ctypes.data, len(rows)),
             *(numbers.ctypes.data, len(ids), hidden.data_ptr()),
         )
-        if not is_known:
+        if done == 0:
             raise IndexError(f"token ids must be below {self._num_ids}, got {min(ids)} to {max(ids)}")
+        require_memory(done)
         return hidden
 
     def _new_runner(self, num_layers: int, num_threads: int) -> int | None:

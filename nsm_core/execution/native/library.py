@@ -96,7 +96,7 @@ _FUNCTIONS: Functions = {
     "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT)),
     "nsm_prefer_huge_pages": (None, (_POINTER, ctypes.c_int64)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
-    "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_logits": (_INT, (_POINTER, _POINTER, _INT, _POINTER)),
     "nsm_decode": (_INT, (_POINTER, ctypes.POINTER(Slice))),
     "nsm_mask": (None, (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT)),
     "nsm_draw": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER)),

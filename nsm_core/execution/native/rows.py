@@ -95,12 +95,18 @@ class NativeRows(ABC):
     def _run(self, rows: Ints, counts: Ints, ids: Sequence[int]) -> Tensor:
         """Row rows[i] reads counts[i] of the ids: hidden [len(ids), d].
 
-        Raises IndexError for an id that the model does not have; nothing is read then.
+        Raises IndexError for an id that the model does not have, when nothing is read, and MemoryError.
         """
 
     @abstractmethod
     def _multiply_head(self, hidden: Tensor, out: Tensor) -> None:
-        """hidden [n, d] contiguous -> logits, into out [n, V]."""
+        """hidden [n, d] contiguous -> logits, into out [n, V]. Raises MemoryError."""
+
+
+def require_memory(done: int) -> None:
+    """Raises MemoryError for the answer of a kernel that found none: 0 or less."""
+    if done <= 0:
+        raise MemoryError("no memory for a step of the native kernels")
 
 
 def as_ints(values: Sequence[int]) -> Ints:

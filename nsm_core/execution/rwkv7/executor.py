@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsm_core.execution.base import DecodeRounds
 from nsm_core.execution.native.precision import Precision
-from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows
+from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows, require_memory
 from nsm_core.execution.rwkv7.library import load_rwkv7_library
 from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.rwkv7.model import CHANNEL_SHIFT, MATRIX, TIME_SHIFT, Rwkv7Model
@@ -51,15 +51,16 @@ class Rwkv7Executor(NativeRows):
         self._runner = self._own_runner(library, runner, library.nsm_rwkv7_runner_free)
 
     def _multiply_head(self, hidden: Tensor, out: Tensor) -> None:
-        self._library.nsm_rwkv7_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr())
+        require_memory(self._library.nsm_rwkv7_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr()))
 
     def _run(self, rows: Ints, counts: Ints, ids: Sequence[int]) -> Tensor:
         embedded = F.embedding(torch.tensor(ids, dtype=torch.int64), self._weights.embedding).float()
         hidden = torch.empty_like(embedded)
-        self._library.nsm_rwkv7_run(
+        done = self._library.nsm_rwkv7_run(
             *(self._runner, rows.ctypes.data, counts.ctypes.data, len(rows)),
             *(embedded.data_ptr(), hidden.data_ptr()),
         )
+        require_memory(done)
         return hidden
 
     def _new_runner(self, num_layers: int, num_threads: int) -> int | None:

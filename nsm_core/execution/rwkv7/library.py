@@ -74,8 +74,8 @@ _FUNCTIONS: Functions = {
     "nsm_rwkv7_seal": (_INT, (_POINTER,)),
     "nsm_rwkv7_model_free": (None, (_POINTER,)),
     "nsm_rwkv7_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
-    "nsm_rwkv7_run": (None, (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER)),
-    "nsm_rwkv7_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_rwkv7_run": (_INT, (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER)),
+    "nsm_rwkv7_logits": (_INT, (_POINTER, _POINTER, _INT, _POINTER)),
     "nsm_rwkv7_runner_free": (None, (_POINTER,)),
 }
 

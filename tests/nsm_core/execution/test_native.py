@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,3 +240,14 @@ def test_other_models_are_refused() -> None:
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ValueError, match=f"no kernels sse; it has {', '.join(variants())}"):
         NativeWeights(model_of("sigmoid"), "sse")
+
+
+def test_kernels_that_find_no_memory_are_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_native("sigmoid")
+    open_rows(executor, [0])
+    hidden = executor.step([0], [1])
+    monkeypatch.setattr(executor, "_library", SimpleNamespace(nsm_run=lambda *_: -1, nsm_logits=lambda *_: 0))
+    with pytest.raises(MemoryError):
+        executor.step([0], [1])
+    with pytest.raises(MemoryError):
+        executor.logits(hidden)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,3 +333,15 @@ def test_a_bad_tensor_is_named_while_it_is_packed() -> None:
     tensors["blocks.1.ffn.key.weight"] = torch.zeros(3, 3)
     with pytest.raises(CheckpointError, match=r"blocks\.1\.ffn\.key\.weight has the shape"):
         Rwkv7Weights(Rwkv7Model(config, tensors), Precision.INT8)
+
+
+def test_kernels_that_find_no_memory_are_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make(Precision.INT8)
+    open_rows(executor, [0])
+    hidden = executor.step([0], [1])
+    library = SimpleNamespace(nsm_rwkv7_run=lambda *_: 0, nsm_rwkv7_logits=lambda *_: 0)
+    monkeypatch.setattr(executor, "_library", library)
+    with pytest.raises(MemoryError):
+        executor.step([0], [1])
+    with pytest.raises(MemoryError):
+        executor.logits(hidden)

@@ -167,18 +167,28 @@ void* nsm_runner_new(const void* model, int64_t* positions, char* const* memory,
   }
 }
 
-// Row rows[i] reads counts[i] of the ids; hidden [sum of counts, d]. 0: an id that the vocabulary does not have; nothing was read.
+// Row rows[i] reads counts[i] of the ids; hidden [sum of counts, d]. 1; 0: an id that the vocabulary does not have, nothing was
+// read; -1: no memory.
 int nsm_run(void* runner, int vocab_size, const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids,
             int num_ids, float* hidden) {
   for (int i = 0; i < num_ids; ++i)
     if (ids[i] < 0 || ids[i] >= vocab_size) return 0;
-  static_cast<Runner*>(runner)->run(rows, counts, num_rows, ids, hidden);
-  return 1;
+  try {
+    static_cast<Runner*>(runner)->run(rows, counts, num_rows, ids, hidden);
+    return 1;
+  } catch (const std::exception&) {
+    return -1;
+  }
 }
 
-// hidden [tokens, d] -> out [tokens, vocabulary].
-void nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
-  static_cast<Runner*>(runner)->logits(hidden, tokens, out);
+// hidden [tokens, d] -> out [tokens, vocabulary]. 0: no memory.
+int nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
+  try {
+    static_cast<Runner*>(runner)->logits(hidden, tokens, out);
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
 // See decode.h. Rounds made; 0: an id that the vocabulary does not have, nothing was read; -1: no memory.

@@ -89,14 +89,24 @@ void* nsm_rwkv7_runner_new(const void* model, int64_t* positions, float* const* 
   }
 }
 
-// Row rows[i] reads counts[i] tokens; embedded and hidden [sum of counts, width].
-void nsm_rwkv7_run(void* runner, const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  static_cast<Rwkv7Runner*>(runner)->run(rows, counts, num_rows, embedded, hidden);
+// Row rows[i] reads counts[i] tokens; embedded and hidden [sum of counts, width]. 0: no memory.
+int nsm_rwkv7_run(void* runner, const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
+  try {
+    static_cast<Rwkv7Runner*>(runner)->run(rows, counts, num_rows, embedded, hidden);
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
-// hidden [tokens, width] -> out [tokens, vocabulary].
-void nsm_rwkv7_logits(void* runner, const float* hidden, int tokens, float* out) {
-  static_cast<Rwkv7Runner*>(runner)->logits(hidden, tokens, out);
+// hidden [tokens, width] -> out [tokens, vocabulary]. 0: no memory.
+int nsm_rwkv7_logits(void* runner, const float* hidden, int tokens, float* out) {
+  try {
+    static_cast<Rwkv7Runner*>(runner)->logits(hidden, tokens, out);
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
 void nsm_rwkv7_runner_free(void* runner) { delete static_cast<Rwkv7Runner*>(runner); }

@@ -78,7 +78,7 @@ void Team::note_wait(Clock::duration waited, Clock::duration task_time) {
 }
 
 // A ticket below the job's count is one of the job that runs: the caller does not leave before it is done.
-bool Team::take_one(int thread) {
+bool Team::take_one(int thread) noexcept {
   uint64_t ticket = ticket_.load();
   if (next_of(ticket) >= count_of(ticket)) return false;
   ticket = ticket_.fetch_add(1);

@@ -51,7 +51,8 @@ class Team {
 
   void share(int count, Call call, const void* context);
   void work(int thread);
-  bool take_one(int thread);
+  // An error of a shared task ends the process: the caller must not leave while other threads use what it lent them.
+  bool take_one(int thread) noexcept;
   void note_wait(Clock::duration waited, Clock::duration task_time);
 
   // Job number (24 bits), its tasks (20) and the next one of them (20) in one word: whoever draws a task knows whose it is.
