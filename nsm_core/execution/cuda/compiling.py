@@ -7,7 +7,6 @@ processes compile those that the compiler's cache on disk does not have, and lea
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import logging
@@ -27,6 +26,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from nsm_core.control_group import usable_threads
+from nsm_core.hashing import identity_of
 
 logger = logging.getLogger("nsm.execution")
 
@@ -71,7 +71,7 @@ def _note_of(subject: str) -> Path:
     sources = sorted(SOURCES.rglob("*.py"))
     parts = [subject, triton.__version__, torch.__version__, str(driver.active.get_current_target())]
     parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources]
-    return Path(knobs.cache.dir) / ("nsm-" + hashlib.sha256("\n".join(parts).encode()).hexdigest())
+    return Path(knobs.cache.dir) / f"nsm-{identity_of(*parts)}"
 
 
 def _compile_missing(launch: Callable[[], None], num_processes: int | None) -> int:

@@ -14,10 +14,10 @@ compiling = pytest.importorskip("nsm_core.execution.cuda.compiling", reason="the
 def test_kernels_that_cannot_be_compiled_ahead_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(launch: object) -> int:
+    def fails(launch: object, *, subject: str) -> int:
         raise AttributeError("another version\nof the compiler")
 
     monkeypatch.setattr(compiling, "compile_ahead", fails)
     with caplog.at_level(logging.WARNING, logger="nsm.execution"):
-        assert preparing._compile_ahead(lambda: None) == 0
+        assert preparing._compile_ahead(lambda: None, "a device") == 0
     assert caplog.messages == ["kernels are compiled at their first launch: AttributeError: another version"]
