@@ -58,8 +58,8 @@ def _refusal(head: SessionHead, running: str, is_readable: bool) -> str:
 
 def _serving(fingerprint: str, running: str) -> str:
     name, commit = bundled_name(fingerprint), commit_of_replaced(fingerprint)  # reads files
-    kept = bundled_name(running) or "RUNNING"
-    serving = f"`nsm serve --model {kept} --model {name or 'before=DIRECTORY'}` also continues theirs"
+    served = bundled_name(running) or "RUNNING"
+    serving = f"`nsm serve --model {served} --model {name or 'before=DIRECTORY'}` also continues theirs"
     if name is not None or commit is None:
         return serving
     return f"{serving}: DIRECTORY is nsm_core/model/checkpoints/{BUNDLED.name} at commit {commit} of the repository"
