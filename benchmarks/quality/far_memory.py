@@ -37,6 +37,7 @@ from nsm_lab.evaluation.markdown import table
 from nsm_lab.evaluation.reading import reading, sequence_losses
 from nsm_lab.provenance import command_line, source_commit
 from nsm_lab.training.data_files import read_documents
+from nsm_lab.training.keeping import keeping_numbers
 
 Hook = Callable[[KeyedMixer, tuple[Tensor, State, Segments]], None]
 
@@ -60,7 +61,7 @@ def keeping_heads(model: NsmModel) -> list[KeepingHead]:
     for layer, block in enumerate(model.layers):
         mixer = block.mixer
         if isinstance(mixer, KeyedMixer):
-            for number in (mixer.rates.weight[mixer.heads :] == 0).all(dim=1).nonzero().flatten().tolist():
+            for number in sorted(keeping_numbers(mixer).tolist()):
                 heads.append(KeepingHead(layer, number, float(torch.sigmoid(mixer.rates.bias[number]))))
     return heads
 

@@ -17,23 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_lab.evaluation.history.estimates import mean_estimate
 from nsm_lab.evaluation.history.rows import read
 from nsm_lab.evaluation.reading import reading, sequence_losses
 from nsm_lab.training.data_files import read_documents
-from nsm_lab.training.keeping import mean_strengths
+from nsm_lab.training.keeping import keeping_numbers, keyed_mixers, mean_strengths
 
 PASSAGES, PASSAGE = 6, 256  # of a book; tokens
 JUDGED_TOKENS, JUDGED_PART, ROUNDS = 8192, 2048, 4
 LOSS_TOKENS = 4096
-
-
-def keeping(mixer: KeyedMixer) -> Tensor:
-    """Numbers of the heads whose decay looks at no token."""
-    return (mixer.rates.weight[mixer.heads :] == 0).all(dim=1).nonzero().flatten()
 
 
 def judged(model: NsmModel, texts: Tensor) -> list[Tensor]:
@@ -46,10 +40,11 @@ def judged(model: NsmModel, texts: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def set_strengths(model: NsmModel, texts: Tensor, wanted: Sequence[float], context: float) -> None:
     """Moves the biases of keeping heads until they write `wanted` on average; none: what they wrote before."""
-    mixers = [module for module in model.modules() if isinstance(module, KeyedMixer)]
+    mixers = keyed_mixers(model)
     before = judged(model, texts)
     orders = [
-        heads[mean[heads].argsort(descending=True)] for heads, mean in zip(map(keeping, mixers), before, strict=True)
+        heads[mean[heads].argsort(descending=True)]
+        for heads, mean in zip(map(keeping_numbers, mixers), before, strict=True)
     ]
     for mixer, order in zip(mixers, orders, strict=True):
         mixer.rates.weight[order] *= context

@@ -34,8 +34,8 @@ def make_keeping_heads(model: nn.Module, strengths: Sequence[float]) -> None:
     A head of M slots forgets over M / strength tokens.
     """
     greatest = sorted(strengths, reverse=True)
-    for mixer in _keyed_mixers(model):
-        new = greatest[len(_keeping(mixer)) :]
+    for mixer in keyed_mixers(model):
+        new = greatest[len(keeping_numbers(mixer)) :]
         for head, strength in zip(_giving_way(mixer, len(new)), new, strict=True):
             mixer.out_norm[head * mixer.width : (head + 1) * mixer.width] *= FIRST_READ
             mixer.rates.bias[head] = _logit(FIRST_SHARE * strength)
@@ -54,8 +54,8 @@ class KeepingHeads:
     def __init__(self, model: nn.Module, strengths: Sequence[float] = (), context: float = CONTEXT_LENGTH) -> None:
         self._layers, self._context = [], context
         self._is_held = []  # of each keyed layer
-        for mixer in _keyed_mixers(model):
-            heads = _keeping(mixer)
+        for mixer in keyed_mixers(model):
+            heads = keeping_numbers(mixer)
             self._is_held.append(len(heads) > 0)
             highest = mixer.rates.bias.detach()[heads]
             for number, strength in enumerate(sorted(strengths, reverse=True)[: len(heads)]):
@@ -98,7 +98,7 @@ def mean_strengths(model: NsmModel, ids: Tensor) -> list[Tensor]:
     def capture(rates: nn.Module, inputs: object, logits: Tensor) -> None:
         found.append(torch.sigmoid(logits[..., : logits.shape[-1] // 2].float()).flatten(0, -2).mean(dim=0))
 
-    hooks = [mixer.rates.register_forward_hook(capture) for mixer in _keyed_mixers(model)]
+    hooks = [mixer.rates.register_forward_hook(capture) for mixer in keyed_mixers(model)]
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled blocks know nothing of hooks
             model.read(ids, model.initial_state(len(ids)))
@@ -118,19 +118,19 @@ def _logit(share: float) -> float:
     return math.log(share / (1.0 - share))
 
 
-def _keyed_mixers(model: nn.Module) -> list[KeyedMixer]:
+def keyed_mixers(model: nn.Module) -> list[KeyedMixer]:
     return [module for module in model.modules() if isinstance(module, KeyedMixer)]
 
 
 def _giving_way(mixer: KeyedMixer, count: int) -> list[int]:
     """Heads that have learned to clear their slots first, and of these the last: they began as the slowest."""
-    lengths, keeping = mixer.rates.weight[: mixer.heads].norm(dim=1).tolist(), set(_keeping(mixer).tolist())
+    lengths, keeping = mixer.rates.weight[: mixer.heads].norm(dim=1).tolist(), set(keeping_numbers(mixer).tolist())
     others = [head for head in range(mixer.heads) if head not in keeping]
     by_use = sorted(others, key=lambda head: (lengths[head] >= LEARNED_LENGTH, head))
     return sorted(by_use[len(by_use) - count :])
 
 
-def _keeping(mixer: KeyedMixer) -> Tensor:
-    """Numbers of the heads [n], the one that writes most first."""
+def keeping_numbers(mixer: KeyedMixer) -> Tensor:
+    """Numbers [n] of the heads whose decay looks at no token, the one with the greatest bias of its strength first."""
     heads = (mixer.rates.weight[mixer.heads :] == 0).all(dim=1).nonzero().flatten()
     return heads[mixer.rates.bias.detach()[heads].argsort(descending=True)]

@@ -12,7 +12,7 @@ from benchmarks.quality import controls, far_memory, strengths
 from nsm_core.config import ModelConfig
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
-from nsm_lab.training.keeping import make_keeping_heads
+from nsm_lab.training.keeping import keeping_numbers, make_keeping_heads
 
 TINY = ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, layer_pattern="K", num_memory_slots=8,
                    write_top_k=8, slot_width=8, mlp_hidden=32)  # fmt: skip
@@ -110,7 +110,7 @@ def test_keeping_heads_write_what_is_wanted_on_average(model: NsmModel) -> None:
     strengths.set_strengths(model, texts, (0.02, 0.005), context=0.5)
     for layer, mean in zip(model.layers, strengths.judged(model, texts), strict=True):
         assert isinstance(layer.mixer, KeyedMixer)
-        written = sorted(mean[strengths.keeping(layer.mixer)].tolist())
+        written = sorted(mean[keeping_numbers(layer.mixer)].tolist())
         assert written == pytest.approx([0.005, 0.02], rel=0.01)
 
 
