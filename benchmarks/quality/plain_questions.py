@@ -42,7 +42,7 @@ TEXTS, BEFORE, BETWEEN, ANSWER_TOKENS = 4, 100, 600, 8  # texts; tokens
 
 
 def answers(model: str, between: int = BETWEEN) -> list[tuple[str, str, str]]:
-    """Question, what was told `between` tokens before, what is answered."""
+    """(question, told value, answer) of each text. The text tells the value `between` tokens before the question."""
     loaded = load_checkpoint(CHECKPOINTS / model)
     engine = Engine(
         loaded.model, loaded.tokenizer, fingerprint="", config=EngineConfig(max_slots=32), executor=NativeExecutor
