@@ -52,13 +52,20 @@ class PromptEncoder:
 
     async def encode(self, text: str, *, param: str) -> list[int]:
         """Ids of a text, without a start token; at most `max_tokens` of them."""
-        self._check_bytes(text, param)
+        self.check_size(text, param=param)
         if len(text) <= INLINE_CHARS:
             ids = self.tokenizer.encode(text)
         else:
             ids = (await asyncio.to_thread(self.tokenizer.encode_batch, [text]))[0]
         self._check_length(len(ids), param)
         return ids
+
+    def check_size(self, given: str | Sequence[int], *, param: str) -> None:
+        """Refuses at once, before other work on it, what is too long in every case. Raises InvalidRequest."""
+        if isinstance(given, str):
+            self._check_bytes(given, param)
+        else:
+            self._check_length(len(given), param)
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         """Raises InvalidRequest for too many ids, or one outside the vocabulary."""

@@ -168,6 +168,7 @@ async def open_session_turn(
     """Checks the body and begins the turn; errors become the answer's status. `digest`: None for that of the body."""
     services = await services.for_session(key, body.model)
     spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
+    services.prompts.check_size(body.input, param="input")
     digest = digest or digest_of(body.model_dump(exclude=body.digest_exclude))
     identity = retry_identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full

@@ -204,6 +204,7 @@ async def append(
     """
     services.log_prompt(arrival, body.input)
     services = await services.for_session(key)
+    services.prompts.check_size(body.input, param="input")
     digest = digest_of({"append": body.model_dump()})
     request = AppendRequest(
         request_id=f"append-{uuid.uuid4().hex}",

@@ -98,7 +98,11 @@ LONGEST = {
     "/tokenize": [{"messages": [MESSAGE] * MAX_MESSAGES}, {"prompt": "word " * 1_000_000}],
     "/detokenize": [{"tokens": [5] * 1_000_000}],
     "/v1/conversations": [{"items": [{"type": "message", **MESSAGE}] * 20}],
-    "/v1/sessions/s1/generate": [{"input": [5] * 131_000, "max_tokens": 1}, {"input": "word " * 1_000_000}],
+    "/v1/sessions/s1/generate": [
+        {"input": [5] * 131_000, "max_tokens": 1},
+        {"input": [5] * 1_000_000},
+        {"input": "word " * 1_000_000},
+    ],
     "/v1/sessions/s1/append": [{"input": "word " * 1_000_000}, {"input": [5] * 1_000_000}],
     "/v1/states": [
         {"name": "rules", "text": "word " * 1_000_000},
