@@ -256,6 +256,20 @@ def test_threads_change_no_bit(precision: Precision, num_threads: int) -> None:
     assert state == want_state
 
 
+@pytest.mark.parametrize("num_rows, num_threads", [(5, 2), (70, 2), (7, 3), (5, 5)])
+def test_R8_rows_that_threads_decode_apart_have_the_same_bits(num_rows: int, num_threads: int) -> None:
+    """Some rows for each thread, more than a thread's piece, and too few for lanes."""
+    rows, results = range(num_rows), []
+    for threads in (1, num_threads):
+        executor = make(Precision.INT8, num_rows=num_rows, num_threads=threads)
+        open_rows(executor, rows)
+        hidden = [executor.step(rows, random_ids(num_rows, seed=token)) for token in range(3)]
+        results.append((torch.cat(hidden), [executor.pool.pack(row) for row in rows]))
+    (want, want_states), (got, got_states) = results
+    assert got.equal(want)
+    assert got_states == want_states
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_R10_resume_from_packed_bytes_is_exact(precision: Precision) -> None:
     ids = random_ids(40)

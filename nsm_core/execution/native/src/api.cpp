@@ -1,7 +1,6 @@
 // The functions that Python calls (library.py declares them again). None of them throws; what cannot be made is null.
 
 #include <cstring>
-#include <exception>
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <cpuid.h>
@@ -11,8 +10,10 @@
 
 #include "decode.h"
 #include "draw.h"
+#include "guarded.h"
 #include "model.h"
 
+using nsm::guarded;
 using nsm::Kernels;
 using nsm::kernels_named;
 using nsm::Model;
@@ -90,53 +91,29 @@ const char* nsm_kernels(int index) {
 void* nsm_model_new(const Shape* shape, const int32_t* kinds, const int32_t* windows, const char* kernels) {
   const Kernels* chosen = kernels_named(kernels);
   if (chosen == nullptr) return nullptr;
-  try {
-    return new Model(*shape, kinds, windows, *chosen);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  return guarded<void*>(nullptr, [&] { return new Model(*shape, kinds, windows, *chosen); });
 }
 
 int nsm_model_set_matrix(void* model, int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
-  try {
-    return static_cast<Model*>(model)->set_matrix(layer, part, weights, scale, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Model*>(model)->set_matrix(layer, part, weights, scale, rows, cols); });
 }
 
 // numbers, steps, offsets: see Int4Rows; scale [rows].
 int nsm_model_set_matrix4(void* model, int layer, int part, const uint8_t* numbers, const uint8_t* steps, const int8_t* offsets,
                           const float* scale, int rows, int cols) {
-  try {
-    return static_cast<Model*>(model)->set_matrix4(layer, part, {numbers, steps, offsets}, scale, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Model*>(model)->set_matrix4(layer, part, {numbers, steps, offsets}, scale, rows, cols); });
 }
 
 int nsm_model_set_router(void* model, int layer, const uint16_t* weights, int rows, int cols) {
-  try {
-    return static_cast<Model*>(model)->set_router(layer, weights, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Model*>(model)->set_router(layer, weights, rows, cols); });
 }
 
 int nsm_model_set_floats(void* model, int layer, int part, const float* values, int count) {
-  try {
-    return static_cast<Model*>(model)->set_floats(layer, part, values, count);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Model*>(model)->set_floats(layer, part, values, count); });
 }
 
 int nsm_model_set_rotary(void* model, const double* frequencies, int count) {
-  try {
-    return static_cast<Model*>(model)->set_rotary(frequencies, count);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Model*>(model)->set_rotary(frequencies, count); });
 }
 
 int nsm_model_seal(void* model) { return static_cast<Model*>(model)->seal(); }
@@ -157,14 +134,12 @@ void* nsm_runner_new(const void* model, int64_t* positions, char* const* memory,
                      float* const* tails, const int64_t* tail_strides, int is_half, int num_threads, int piece_tokens) {
   const Model& weights = *static_cast<const Model*>(model);
   const int count = weights.shape.num_layers;
-  try {
+  return guarded<void*>(nullptr, [&] {
     return new Runner(weights,
                       {positions, {memory, memory + count}, {tails, tails + count}, {memory_strides, memory_strides + count},
                        {tail_strides, tail_strides + count}, is_half != 0},
                       num_threads, piece_tokens);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  });
 }
 
 // Row rows[i] reads counts[i] of the ids; hidden [sum of counts, d]. 1; 0: an id that the vocabulary does not have, nothing was
@@ -173,22 +148,18 @@ int nsm_run(void* runner, int vocab_size, const int32_t* rows, const int32_t* co
             int num_ids, float* hidden) {
   for (int i = 0; i < num_ids; ++i)
     if (ids[i] < 0 || ids[i] >= vocab_size) return 0;
-  try {
+  return guarded(-1, [&] {
     static_cast<Runner*>(runner)->run(rows, counts, num_rows, ids, hidden);
     return 1;
-  } catch (const std::exception&) {
-    return -1;
-  }
+  });
 }
 
 // hidden [tokens, d] -> out [tokens, vocabulary]. 0: no memory.
 int nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
-  try {
+  return guarded(0, [&] {
     static_cast<Runner*>(runner)->logits(hidden, tokens, out);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 // See decode.h. Rounds made; 0: an id that the vocabulary does not have, nothing was read; -1: no memory.
@@ -196,11 +167,7 @@ int nsm_decode(void* runner, const nsm::Slice* slice) {
   Runner& machine = *static_cast<Runner*>(runner);
   for (int i = 0; i < slice->num_rows; ++i)
     if (slice->ids[i] < 0 || slice->ids[i] >= machine.vocab_size()) return 0;
-  try {
-    return nsm::decode(machine, *slice);
-  } catch (const std::exception&) {
-    return -1;
-  }
+  return guarded(-1, [&] { return nsm::decode(machine, *slice); });
 }
 
 // Draws a token of each of the rows indices [num_rows] of logits [..., n]; wholes and parts [num_rows]: see draw.h.
@@ -213,13 +180,11 @@ int nsm_draw(const char* kernels, const float* logits, int n, const int64_t* ind
              const nsm::Parts* parts, int64_t* out) {
   const Kernels* chosen = kernels_named(kernels);
   if (chosen == nullptr) return 0;
-  try {
+  return guarded(0, [&] {
     std::vector<float> weights;
     for (int i = 0; i < num_rows; ++i) out[i] = nsm::draw(*chosen, logits + indices[i] * n, n, wholes[i], parts[i], weights);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 void nsm_runner_free(void* runner) { delete static_cast<Runner*>(runner); }

@@ -70,15 +70,9 @@ int decode(Runner& runner, const Slice& slice) {
   const Clock::time_point began = Clock::now();
   for (int round = 0;;) {
     int64_t* tokens = slice.tokens + static_cast<int64_t>(round) * slice.num_rows;
-    std::atomic<bool> has_memory{true};
     runner.over_lanes(slice.num_rows, [&](Runner& lane, int first, int count) {
-      try {
-        decode_rows(lane, slice, ones.data(), first, count, tokens + first);
-      } catch (const std::bad_alloc&) {  // which must not leave a thread
-        has_memory = false;
-      }
+      decode_rows(lane, slice, ones.data(), first, count, tokens + first);
     });
-    if (!has_memory) throw std::bad_alloc();
     ++round;
     if (ends(slice, tokens) || round == slice.most_rounds || __atomic_load_n(slice.interrupt, __ATOMIC_RELAXED) != 0) return round;
     const double spent = std::chrono::duration<double>(Clock::now() - began).count();

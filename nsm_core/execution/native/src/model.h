@@ -145,9 +145,6 @@ struct HeadPlace {
   float* tail;
 };
 
-// Rows of a lane (see Runner::over_lanes), at least: each lane goes through all weights.
-constexpr int LEAST_LANE_ROWS = 2;
-
 class Runner {
  public:
   // `positions` [rows]; slots and rings: for each layer the first row's state, nullptr where the layer has none.
@@ -168,18 +165,10 @@ class Runner {
   void share(int count, const Task& task) {
     team_.run(count, task);
   }
-  // Calls task(runner, first, rows) for parts of the rows, each on a runner of one thread; with all rows and this one where less than
-  // half of the threads would get a part. Threads that share every matrix all wait for memory at the slots of each layer, and then all
-  // for arithmetic; runners that go through the layers on their own wait for it at different times, and none waits for the others before
-  // the end.
+  // See pieces.h.
   template <typename Task>
   void over_lanes(int num_rows, const Task& task) {
-    const int threads = static_cast<int>(lanes_.size()), lanes = std::min(threads, num_rows / LEAST_LANE_ROWS);
-    if (lanes < 2 || 2 * lanes < threads) return task(*this, 0, num_rows);
-    team_.run_long(lanes, [&](int lane, int) {
-      const int first = lane * num_rows / lanes;
-      task(*lanes_[lane], first, (lane + 1) * num_rows / lanes - first);
-    });
+    nsm::over_lanes(team_, *this, lanes_, num_rows, task);
   }
   int vocab_size() const { return model_.shape.vocab_size; }
   int width() const { return model_.shape.d_model; }

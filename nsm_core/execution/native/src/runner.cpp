@@ -9,7 +9,6 @@ namespace nsm {
 namespace {
 
 constexpr int64_t MIB = int64_t{1} << 20;
-constexpr int LANE_TOKENS = 32;  // of a lane's piece; products of so many do not wait for memory
 
 // Bytes that are fetched early: they have to stay in a cache meanwhile. That is the last one, which `sharing` runners fill together,
 // or a large second one, half of which weights need: processors that have it put hardly anything into the last one that leaves it

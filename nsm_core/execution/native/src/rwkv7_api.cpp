@@ -1,10 +1,11 @@
 // The functions for RWKV-7 that Python calls (rwkv7/library.py declares them again). None of them throws; what cannot be made is null.
 
 #include <cstring>
-#include <exception>
 
+#include "guarded.h"
 #include "rwkv7_model.h"
 
+using nsm::guarded;
 using nsm::Kernels;
 using nsm::Rwkv7Kernels;
 using nsm::Rwkv7Model;
@@ -26,46 +27,26 @@ extern "C" {
 void* nsm_rwkv7_model_new(const Rwkv7Shape* shape, const char* name) {
   const Kernels* kernels = nsm::kernels_named(name);  // null where this processor cannot run them
   if (kernels == nullptr) return nullptr;
-  try {
-    return new Rwkv7Model(*shape, *kernels, *own_kernels(name));
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  return guarded<void*>(nullptr, [&] { return new Rwkv7Model(*shape, *kernels, *own_kernels(name)); });
 }
 
 int nsm_rwkv7_set_int8(void* model, int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
-  try {
-    return static_cast<Rwkv7Model*>(model)->set_int8(layer, part, weights, scale, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Rwkv7Model*>(model)->set_int8(layer, part, weights, scale, rows, cols); });
 }
 
 // numbers, steps, offsets: see Int4Rows.
 int nsm_rwkv7_set_int4(void* model, int layer, int part, const uint8_t* numbers, const uint8_t* steps, const int8_t* offsets,
                        const float* scale, int rows, int cols) {
-  try {
-    return static_cast<Rwkv7Model*>(model)->set_int4(layer, part, {numbers, steps, offsets}, scale, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Rwkv7Model*>(model)->set_int4(layer, part, {numbers, steps, offsets}, scale, rows, cols); });
 }
 
 // weights: fp16 in an int8 or int4 model, else as the shape says of large ones and fp32 of small ones; bias [rows], or null: none.
 int nsm_rwkv7_set_matrix(void* model, int layer, int part, const void* weights, const float* bias, int rows, int cols) {
-  try {
-    return static_cast<Rwkv7Model*>(model)->set_matrix(layer, part, weights, bias, rows, cols);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Rwkv7Model*>(model)->set_matrix(layer, part, weights, bias, rows, cols); });
 }
 
 int nsm_rwkv7_set_floats(void* model, int layer, int part, const float* values, int count) {
-  try {
-    return static_cast<Rwkv7Model*>(model)->set_floats(layer, part, values, count);
-  } catch (const std::exception&) {
-    return 0;
-  }
+  return guarded(0, [&] { return static_cast<Rwkv7Model*>(model)->set_floats(layer, part, values, count); });
 }
 
 int nsm_rwkv7_seal(const void* model) { return static_cast<const Rwkv7Model*>(model)->seal(); }
@@ -79,34 +60,28 @@ void* nsm_rwkv7_runner_new(const void* model, int64_t* positions, float* const* 
   const Rwkv7Model& weights = *static_cast<const Rwkv7Model*>(model);
   const int count = weights.shape.num_layers;
   const auto part = [count](auto* values, int index) { return std::vector(values + index * count, values + (index + 1) * count); };
-  try {
+  return guarded<void*>(nullptr, [&] {
     return new Rwkv7Runner(weights,
                            {positions, part(states, 0), part(states, 1), part(states, 2), part(strides, 0), part(strides, 1),
                             part(strides, 2)},
                            num_threads, piece_tokens);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+  });
 }
 
 // Row rows[i] reads counts[i] tokens; embedded and hidden [sum of counts, width]. 0: no memory.
 int nsm_rwkv7_run(void* runner, const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  try {
+  return guarded(0, [&] {
     static_cast<Rwkv7Runner*>(runner)->run(rows, counts, num_rows, embedded, hidden);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 // hidden [tokens, width] -> out [tokens, vocabulary]. 0: no memory.
 int nsm_rwkv7_logits(void* runner, const float* hidden, int tokens, float* out) {
-  try {
+  return guarded(0, [&] {
     static_cast<Rwkv7Runner*>(runner)->logits(hidden, tokens, out);
     return 1;
-  } catch (const std::exception&) {
-    return 0;
-  }
+  });
 }
 
 void nsm_rwkv7_runner_free(void* runner) { delete static_cast<Rwkv7Runner*>(runner); }

@@ -83,7 +83,8 @@ class Rwkv7Runner {
   };
 
   Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads, int piece_tokens);
-  // Row rows[i] reads counts[i] tokens, whose embeddings are `embedded` [sum of counts, width]; hidden alike.
+  // Row rows[i] reads counts[i] tokens, whose embeddings are `embedded` [sum of counts, width]; hidden alike. One token of each of
+  // several rows is read in lanes: see pieces.h.
   void run(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden);
   void logits(const float* hidden, int tokens, float* out);
 
@@ -100,6 +101,8 @@ class Rwkv7Runner {
     int tokens;
   };
 
+  // All rows in pieces, with the threads of this runner.
+  void read(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden);
   void run_piece(const std::vector<Span>& spans, int tokens, const float* embedded, float* hidden);
   void time_mix(int layer, const std::vector<Span>& spans, int tokens);
   void read_heads(int layer, const std::vector<Span>& spans);
@@ -115,6 +118,7 @@ class Rwkv7Runner {
   const Rwkv7Model& model_;
   const States states_;
   Team team_;
+  std::vector<std::unique_ptr<Rwkv7Runner>> lanes_;  // as many as threads, if there are several
   const int piece_tokens_;
   bool is_rounded_;
   int64_t panel_bytes_;  // of a thread

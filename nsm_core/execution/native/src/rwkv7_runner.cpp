@@ -40,9 +40,20 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
   panel_bytes_ = is_rounded_ ? panel_bytes(std::max(shape.width, shape.hidden)) : 0;
   panels_ = Buffer<int8_t>(static_cast<size_t>(num_threads) * panel_bytes_);
   before_.resize(tokens);
+  for (int lane = 0; num_threads > 1 && lane < num_threads; ++lane)
+    lanes_.emplace_back(new Rwkv7Runner(model, states_, 1, LANE_TOKENS));
 }
 
 void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
+  if (std::any_of(counts, counts + num_rows, [](int32_t count) { return count != 1; }))
+    return read(rows, counts, num_rows, embedded, hidden);
+  over_lanes(team_, *this, lanes_, num_rows, [&](Rwkv7Runner& runner, int first, int count) {
+    const int64_t place = int64_t{first} * model_.shape.width;
+    runner.read(rows + first, counts + first, count, embedded + place, hidden + place);
+  });
+}
+
+void Rwkv7Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
   over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
     run_piece(spans, tokens, embedded, hidden);
     embedded += static_cast<int64_t>(tokens) * model_.shape.width;
