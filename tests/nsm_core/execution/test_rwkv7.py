@@ -256,7 +256,7 @@ def test_threads_change_no_bit(precision: Precision, num_threads: int) -> None:
     assert state == want_state
 
 
-@pytest.mark.parametrize("num_rows, num_threads", [(5, 2), (70, 2), (7, 3), (5, 5)])
+@pytest.mark.parametrize(("num_rows", "num_threads"), [(5, 2), (70, 2), (7, 3), (5, 5)])
 def test_R8_rows_that_threads_decode_apart_have_the_same_bits(num_rows: int, num_threads: int) -> None:
     """Some rows for each thread, more than a thread's piece, and too few for lanes."""
     rows, results = range(num_rows), []
