@@ -42,10 +42,10 @@ async def test_a_busy_session_tells_how_long_the_lease_still_lasts(store: Sessio
     await create(store)
     started = time.monotonic()  # some stores have a clock of their own, which goes on meanwhile
     await acquire(store)
-    clock.advance(LEASE_S - 0.25)
+    clock.advance(LEASE_S - 0.9)
     with pytest.raises(SessionBusy) as caught:
         await acquire(store)
-    assert 0.2 - (time.monotonic() - started) < caught.value.retry_after_s <= 0.25
+    assert 0.85 - (time.monotonic() - started) < caught.value.retry_after_s <= 0.9
 
 
 async def test_a_commit_ends_the_lease(store: SessionStore) -> None:

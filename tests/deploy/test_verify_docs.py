@@ -134,7 +134,7 @@ def test_what_a_page_starts_ends_with_it(tmp_path: Path) -> None:
     with Shell(tmp_path) as shell:
         _, printed = shell.run("sleep 100 & echo $!", limit_s=10.0)
     pid = int(printed.split()[-1])
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)  # another process's end cannot be awaited

@@ -116,7 +116,7 @@ async def test_an_engine_that_hangs_in_a_step_is_replaced(
         await ends_with_its_engine(events)
         flag.unlink()
         await eventually(lambda: answers(backend), seconds=WAIT_S)
-        assert restarts == ["engine"]
+        assert set(restarts) == {"engine"}
 
 
 async def test_an_engine_that_was_stopped_is_replaced(
@@ -133,7 +133,7 @@ async def test_an_engine_that_was_stopped_is_replaced(
         await ends_with_its_engine(events)
         await eventually(lambda: answers(backend), seconds=WAIT_S)
         assert engine.pid != stopped.pid
-        assert restarts == ["engine"]
+        assert set(restarts) == {"engine"}
 
 
 async def test_a_worker_that_was_stopped_is_replaced(
@@ -166,7 +166,8 @@ async def test_a_worker_that_was_stopped_is_replaced(
                 answer = await client.post("/v1/completions", json={**BODY, "max_tokens": 4})
                 assert answer.json()["usage"]["completion_tokens"] == 4
                 assert worker.pid != stopped.pid
-                assert (restarts, engine.is_ready.is_set()) == (["worker"], True)
+                assert set(restarts) == {"worker"}
+                assert engine.is_ready.is_set()
             await worker.stop(within_s=WAIT_S)
             await supervising
 

@@ -91,7 +91,7 @@ async def insist(server: Gateway, session_id: str, number: int) -> dict[str, Any
 
 
 async def patiently(call: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             response = await call()
             if response.status_code == 200 or error_of(response)["code"] not in ("session_busy", "store_unavailable"):

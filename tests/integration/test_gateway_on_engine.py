@@ -11,7 +11,7 @@ import pytest
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 from service.generate.openai_format import token_text
 from tests.support.backends import MakeBackend
-from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.gateway import Gateway, error_of, frames_of, gateway, until
 from tests.support.models import local_backend
 from tests.support.raw_http import connect
 
@@ -186,11 +186,7 @@ async def test_S6_the_engine_stops_when_the_client_leaves(server: Gateway, is_st
 
 
 async def wait_for_running(backend: Any, count: int) -> None:
-    for _ in range(10_000):
-        if backend.stats().num_running == count:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"never {count} requests ran")
+    await until(lambda: backend.stats().num_running == count)
 
 
 async def test_a_full_queue_is_a_503_that_tells_when_to_come_back(tiny_tokenizer: Tokenizer) -> None:

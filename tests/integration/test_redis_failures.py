@@ -290,7 +290,7 @@ def copied_master(topology: Topology) -> RedisServer:
 
 
 async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60
     while True:
         try:
             return await call()

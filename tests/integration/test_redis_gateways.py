@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from service.turns.turn import Turn
 from tests.support.backends import MakeBackend
 from tests.support.counts import scaled
-from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.gateway import Gateway, error_of, frames_of, gateway, until
 from tests.support.redis_servers import Topology
 
 pytestmark = pytest.mark.redis
@@ -65,13 +66,12 @@ async def insist(server: Gateway, session_id: str, body: dict[str, Any]) -> http
 
 async def begun_turn(server: Gateway, session_id: str) -> Turn:
     """The session's turn, once it runs."""
-    for _ in range(10_000):
-        turn = server.services.turns._running.get(("default", session_id))
-        if turn is not None:
-            await turn.begun.wait()
-            return turn
-        await asyncio.sleep(0)
-    raise AssertionError("no turn was begun")
+    running = server.services.turns._running
+    key = SessionKey("default", session_id)
+    await until(lambda: key in running)
+    turn = running[key]
+    await turn.begun.wait()
+    return turn
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])

@@ -15,7 +15,7 @@ from service.stores.sessions.base import SessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import FakeBackend
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import Gateway, gateway, until
 from tests.support.redis_servers import Topology
 from tests.support.responses import PATH, counts_of, get, log_of, read_stream, respond, session_ids, stream, text_of
 
@@ -186,25 +186,18 @@ async def _unavailable(*_: object, **__: object) -> None:
 
 
 async def until_running(backend: FakeBackend, num_requests: int) -> None:
-    for _ in range(10_000):
-        if len(backend.running) == num_requests:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{len(backend.running)} requests are running")
+    await until(lambda: len(backend.running) == num_requests)
 
 
 async def until_stored(server: Gateway, response_id: str) -> None:
-    for _ in range(10_000):
-        if (await server.client.get(f"{PATH}/{response_id}")).status_code == 200:
-            return
-    raise AssertionError("it was not stored")
+    while (await server.client.get(f"{PATH}/{response_id}")).status_code != 200:
+        pass
 
 
 async def poll(server: Gateway, response_id: str) -> dict[str, object]:
     """As clients wait for a response in the background."""
-    for _ in range(400):
+    while True:
         answer = await server.client.get(f"{PATH}/{response_id}")
         if answer.status_code == 200 and answer.json()["status"] != "in_progress":  # 404: not stored yet
             return dict(answer.json())
         await asyncio.sleep(0.05)
-    raise AssertionError("it is still in progress")

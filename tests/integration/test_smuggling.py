@@ -31,7 +31,7 @@ def sized(*lines: bytes, body: bytes) -> bytes:
 
 
 LAST = b"GET /last HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-LATE = 30.0  # seconds; a test that waits so long has failed
+LATE = 60.0  # seconds; a test that waits so long has failed
 NUM_REQUESTS = scaled(60, 3_000)
 LENGTH = b"Content-Length: %d" % len(CHUNKED)
 MESSAGES = {

@@ -53,13 +53,13 @@ async def server(tiny_tokenizer: Tokenizer, gate: threading.Event) -> AsyncItera
 
 
 async def ask(server: Gateway, path: str, body: dict[str, Any]) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         is_sampling = path.endswith(("completions", "generate"))
         return await server.client.post(path, json={"ignore_eos": True, **body} if is_sampling else body)
 
 
 async def wait_for_health(server: Gateway, status: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await server.client.get("/health/ready")).status_code != status:  # noqa: ASYNC110  # time makes it true
             await asyncio.sleep(0.05)
 

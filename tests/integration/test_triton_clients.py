@@ -65,7 +65,7 @@ def test_T6_requests_on_the_one_stream_of_a_synchronous_client(triton: RunningTr
                 enable_empty_final_response=True,
             )
         while len(finals) + len(errors) < NUM_REQUESTS:
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             if error is not None:
                 errors.append(str(error))
                 continue

@@ -62,7 +62,7 @@ async def test_T2_a_killed_worker_takes_its_server_with_it(server: RunningTriton
         os.kill(server.stub_pid, signal.SIGKILL)
         ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=30)
         assert [type(error) for error in ended] == [grpc.aio.AioRpcError] * 4
-    assert server.process.wait(30) == EXIT_KILLED
+    assert server.process.wait(60) == EXIT_KILLED
     assert server.shared_memory() == {}
 
 

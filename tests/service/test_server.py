@@ -45,7 +45,7 @@ async def served(backend: FakeBackend, **settings: Any) -> AsyncIterator[tuple[a
                 backend.release_all()
                 if not task.done():
                     os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.wait_for(task, 30)
+                await asyncio.wait_for(task, 60)
 
 
 def _is_listening(sock: socket.socket) -> bool:
@@ -57,7 +57,7 @@ async def test_an_idle_server_stops_at_once(sig: signal.Signals) -> None:
     async with served(FakeBackend()) as (task, client):
         assert (await client.get("/health")).status_code == 200
         os.kill(os.getpid(), sig)
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_the_start_line_is_logged_when_connections_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ async def test_T7_running_streams_finish_and_new_work_is_refused() -> None:
         backend.release(50)
         frames = frames_of((await stream).text)
         assert "".join(frame["choices"][0]["text"] for frame in frames) == DEFAULT_SCRIPT
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_unfinished_request_is_aborted_with_a_final_frame() -> None:
@@ -113,7 +113,7 @@ async def test_unfinished_request_is_aborted_with_a_final_frame() -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
         assert (await whole).status_code == 503
         assert (await whole).headers["retry-after"] == "1"
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_second_sigterm_changes_nothing() -> None:
@@ -126,7 +126,7 @@ async def test_a_second_sigterm_changes_nothing() -> None:
             await asyncio.sleep(0)
         backend.release(3)
         assert (await whole).json()["choices"][0]["text"] == "It was the"
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_second_interrupt_ends_the_process_at_once() -> None:
@@ -161,11 +161,11 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
     process.send_signal(signal.SIGINT)
     await _read_line(process.stderr, b"stopping")
     process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 30) == 130
+    assert await asyncio.wait_for(process.wait(), 60) == 130
 
 
 async def _read_line(log: asyncio.StreamReader, words: bytes) -> bytes:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async for line in log:
             if words in line:
                 return line

@@ -48,7 +48,7 @@ def memory_group(max_bytes: int) -> Iterator[Path]:
 
 def _remove(group: Path) -> None:
     """A group that a process just left cannot be removed at once."""
-    for _ in range(500):
+    for _ in range(5_000):
         with contextlib.suppress(OSError):
             group.rmdir()
             return

@@ -16,7 +16,7 @@ from tests.support.redis_servers import die_with_the_tests, free_port
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
-START_S = 20.0
+START_S = 60.0
 
 
 class Prometheus:

@@ -27,7 +27,7 @@ class RawClient:
         await self.send(head("POST", path, {"content-length": str(len(raw)), "content-type": "application/json"}) + raw)
 
     async def read_until(self, mark: bytes) -> bytes:
-        return await asyncio.wait_for(self.reader.readuntil(mark), 30)
+        return await asyncio.wait_for(self.reader.readuntil(mark), 60)
 
     async def status(self) -> int:
         """The status of the answer, whose head is read whole."""

@@ -21,7 +21,7 @@ import pytest
 import redis
 
 SERVICE = "sessions"
-START_S = 20.0  # for a server to answer, a cluster to form, a Sentinel to see the others
+START_S = 60.0  # for a server to answer, a cluster to form, a Sentinel to see the others
 NUM_SLOTS = 16384
 PR_SET_PDEATHSIG = 1
 

@@ -114,7 +114,7 @@ class WatchedNvml(FakeNvml):
 def test_a_thread_looks_until_the_meter_is_closed() -> None:
     nvml = WatchedNvml(FakeClock())
     metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), sample_every_s=0.001)
-    assert nvml.was_asked.wait(10)
+    assert nvml.was_asked.wait(60)
     metered.close()
     assert not nvml.is_open
     num_asked, nvml.is_open = nvml.num_asked, True
@@ -127,7 +127,7 @@ def test_a_gpu_that_is_lost_is_told_once_and_hurts_nobody(caplog: pytest.LogCapt
     nvml = WatchedNvml(FakeClock(), fails=True)
     with caplog.at_level(logging.ERROR, "nsm.energy"):
         metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), sample_every_s=0.001)
-        assert nvml.has_failed.wait(10)
+        assert nvml.has_failed.wait(60)
         metered.close()
     assert caplog.messages == ["the energy of the GPU is not counted any more: the GPU is lost"]
     assert metered.read()[0].joules == 0.0

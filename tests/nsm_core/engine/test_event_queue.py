@@ -96,7 +96,7 @@ async def test_a_first_token_is_not_held_and_the_next_are_until_something_else_c
     batches = queue.batches(hold_s=lambda: 3600.0)
     for event in (scored, token(1)):  # what comes before the tokens holds none of them up
         queue.put(event)
-        assert await asyncio.wait_for(anext(batches), 10) == [event]
+        assert await asyncio.wait_for(anext(batches), 60) == [event]
     task = await until_it_waits(batches)
     for index in (2, 3):
         queue.put(token(index))
@@ -113,7 +113,7 @@ async def test_hold_lasts_at_most_hold_s() -> None:
     await anext(batches)
     task = await until_it_waits(batches)
     queue.put(token(2))
-    assert await asyncio.wait_for(task, 10) == [token(2)]
+    assert await asyncio.wait_for(task, 60) == [token(2)]
     task = await until_it_waits(batches)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -127,4 +127,4 @@ async def test_an_end_that_is_there_ends_the_holding_before_it_begins() -> None:
     assert await anext(batches) == [token(1)]
     queue.put(token(2))
     queue.put(END)
-    assert await asyncio.wait_for(anext(batches), 10) == [token(2), END]
+    assert await asyncio.wait_for(anext(batches), 60) == [token(2), END]

@@ -213,5 +213,5 @@ async def test_thread_survives_one_failure_and_ends_after_many(
     assert not engine.is_ready()
     with pytest.raises(EngineDead, match="ZeroDivisionError"):
         engine.submit(make_request())
-    await asyncio.wait_for(engine.stop(), 30)
+    await asyncio.wait_for(engine.stop(), 60)
     assert "a fault" in caplog.text

@@ -86,7 +86,7 @@ async def test_tokens_that_wait_are_handed_on_by_a_timer(clock: Clock) -> None:
     clock.now -= 0.1  # the next step comes before the interval is over
     step(pace, receiver)
     assert receiver.num_handed_on == 1
-    await asyncio.wait_for(receiver.twice.wait(), 30)
+    await asyncio.wait_for(receiver.twice.wait(), 60)
 
 
 def token(index: int) -> TokenEvent:

@@ -161,7 +161,7 @@ async def test_a_scope_with_too_many_grammars_waits_and_others_do_not(
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_WAITING_IN_SCOPE", 2)
     compiler, may_go_on = GrammarCompiler(tiny_tokenizer), threading.Event()
-    monkeypatch.setattr(compiler, "has", lambda _: may_go_on.wait(30))
+    monkeypatch.setattr(compiler, "has", lambda _: may_go_on.wait(60))
     pool = CompilePool(compiler)
     running = [pool.submit(Grammar(kind="regex", source=f"a{number}", scope="a")) for number in range(2)]
     with pytest.raises(Overloaded):

@@ -19,7 +19,7 @@ from nsm_core.wire.tensors import OUTPUTS, Tensors
 from tests.nsm_core.engine.harness import FINGERPRINT, small_model
 from tests.support.models import as_loaded
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def make_worker(tokenizer: Tokenizer, **config: Any) -> Worker:

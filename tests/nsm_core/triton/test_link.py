@@ -213,7 +213,7 @@ def test_T7_a_worker_that_stops_lets_requests_end_and_then_its_links(start: Call
     gateway, idle = Gateway(worker, "a"), Gateway(worker, "b")
     gateway.post(Start(0, STREAMED), Start(1, STREAMED))
     gateway.wait_for_tokens(0)
-    worker.begin_stop().result(timeout=20)
+    worker.begin_stop().result(timeout=60)
     assert [gateway.end(number).reason for number in (0, 1)] == [FinishReason.LENGTH] * 2
     for one in (gateway, idle):
         failure = one.responder.wait().failure

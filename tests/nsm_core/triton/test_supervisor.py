@@ -24,7 +24,7 @@ SERVER = """
 import signal, subprocess, sys, threading
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 # as Triton does, on a thread of its own
-thread = threading.Thread(target=subprocess.Popen, args=([sys.argv[1], "60"],))
+thread = threading.Thread(target=subprocess.Popen, args=([sys.argv[1], "600"],))
 thread.start()
 thread.join()
 while True:
@@ -33,7 +33,7 @@ while True:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -59,7 +59,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def message_of(process: subprocess.Popen[str]) -> str:
     """All that it said until it ended."""
-    return process.communicate(timeout=20)[1]
+    return process.communicate(timeout=60)[1]
 
 
 def test_T2_a_dead_stub_ends_the_server_and_that_is_said(process: subprocess.Popen[str]) -> None:
@@ -109,7 +109,7 @@ def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.P
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 3
+    assert process.wait(60) == 3
     until(lambda: not is_alive(stub))  # it was told as well, and this one does not handle what it is told
 
 
@@ -118,7 +118,7 @@ def test_T7_a_halted_stub_goes_on_to_end(process: subprocess.Popen[str]) -> None
     (stub,) = stubs_of(server)[0]
     os.kill(stub, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 3
+    assert process.wait(60) == 3
     until(lambda: not is_alive(stub))
 
 
@@ -136,7 +136,7 @@ def test_T7_a_server_that_stops_without_its_worker_is_ended(
     monkeypatch.setattr(supervisor, "stubs_of", lambda _: next(stubs, (set(), set())))
     stopping = supervisor.Supervisor(["tritonserver"])
     stopping._kill_at = time.monotonic() + 3600
-    with subprocess.Popen(["sleep", "60"]) as server:
+    with subprocess.Popen(["sleep", "600"]) as server:
         assert stopping._watch(server) == EXIT_KILLED
     assert "the process that runs the model is gone and the server does not stop" in capsys.readouterr().err
 
@@ -144,7 +144,7 @@ def test_T7_a_server_that_stops_without_its_worker_is_ended(
 def test_T7_a_server_that_does_not_stop_in_time_is_ended() -> None:
     stopping = supervisor.Supervisor(["tritonserver"])
     stopping._kill_at = time.monotonic()
-    with subprocess.Popen(["sleep", "60"]) as server:
+    with subprocess.Popen(["sleep", "600"]) as server:
         assert stopping._watch(server) == EXIT_KILLED
 
 

@@ -231,7 +231,7 @@ def leave(worker: Worker, responders: Sequence[FakeResponder]) -> None:
 def test_T4_a_client_that_left_ends_its_request_alone(start: StartWorker) -> None:
     worker = start()
     gone, stays = ask(worker, generate(ENDLESS)), ask(worker, generate(200))
-    gone.has_answers.wait(20)
+    gone.has_answers.wait(60)
     leave(worker, [gone])
     assert len(stays.wait().ids) == 200
 
@@ -251,7 +251,7 @@ def test_a_send_that_fails_ends_its_request(start: StartWorker) -> None:
 def test_T7_what_runs_may_end_when_the_worker_stops(start: StartWorker) -> None:
     worker = start(drain_s=20.0)
     running = ask(worker, generate(50))
-    running.has_answers.wait(20)
+    running.has_answers.wait(60)
     worker.stop()
     assert len(running.ids) == 50
     assert not worker.status().is_ready
@@ -260,7 +260,7 @@ def test_T7_what_runs_may_end_when_the_worker_stops(start: StartWorker) -> None:
 def test_T7_what_does_not_end_in_time_is_aborted(start: StartWorker) -> None:
     worker = start(drain_s=0.1)
     running = [ask(worker, generate(ENDLESS)) for _ in range(4)]
-    running[0].has_answers.wait(20)
+    running[0].has_answers.wait(60)
     worker.stop()
     for responder in running:
         assert responder.num_last == 1
@@ -290,7 +290,7 @@ def test_T2_T7_streams_of_a_hung_engine_end_without_it(start: StartWorker, monke
     monkeypatch.setattr(Engine, "step", hang)
     responder = ask(worker, generate(ENDLESS))
     try:
-        assert is_hung.wait(20)
+        assert is_hung.wait(60)
         worker.stop()
         assert "its engine hangs" in str(error_of(responder))
     finally:
@@ -300,7 +300,7 @@ def test_T2_T7_streams_of_a_hung_engine_end_without_it(start: StartWorker, monke
 def test_a_call_that_comes_while_the_worker_stops_is_refused(start: StartWorker) -> None:
     worker = start(drain_s=20.0)
     running = ask(worker, generate(ENDLESS))
-    running.has_answers.wait(20)
+    running.has_answers.wait(60)
     stopped = worker.begin_stop()
     assert isinstance(error_of(ask(worker, generate())), EngineDead)
     assert not decode_status(ask(worker, StatusCall()).wait().answers[0]).is_ready

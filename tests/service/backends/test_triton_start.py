@@ -61,7 +61,7 @@ async def test_a_server_that_comes_back_with_another_model_is_not_used(tiny_toke
 async def test_a_start_without_any_server_says_whom_it_asked(tiny_tokenizer: Tokenizer) -> None:
     server = StandIn(random_loaded(tiny_tokenizer))
     with pytest.raises(ConfigError, match=f"no Triton server of NSM_TRITON_URL is ready: {server.url}: the connection"):
-        async with running_backend(server, wait_s=0.3):
+        async with running_backend(server, wait_s=1.5):
             pass
 
 

@@ -169,7 +169,7 @@ async def test_a_turns_task_that_is_cancelled_itself_frees_the_session_and_ends_
 
 async def test_D8_a_turn_whose_lease_was_taken_over_is_stopped_and_keeps_nothing() -> None:
     async with make_harness(FakeBackend(hold=True)) as harness:
-        harness.turns = harness.make_turns(harness.backend, lease_s=0.03)
+        harness.turns = harness.make_turns(harness.backend, lease_s=0.3)
         turn = await harness.open(5)
         await harness.backend.held.wait()
         await steal_lease(harness.store, "another turn")

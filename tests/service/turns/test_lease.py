@@ -14,7 +14,7 @@ from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSessio
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
-from service.turns.lease import Leases
+from service.turns.lease import RENEWALS_PER_LEASE, Leases
 from tests.support.fakes import FakeBackend
 from tests.support.snapshots import make_snapshot
 from tests.support.stored_rows import lease_holder, steal_lease
@@ -24,10 +24,13 @@ TURN = {"position": 1, "model_fingerprint": "m1", "new_ids": (1,), "num_sampled"
 
 
 class Store(SqliteSessionStore):
-    """Tells when a lease was renewed; renewals can be made to fail, and acquiring to wait."""
+    """Tells when a lease was renewed; renewals can be made to fail, and acquiring to wait. For its leases the time
+    from one renewal to the next passes with each of them, and no other.
+    """
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__(None, clock=lambda: self.now_s)
+        self.now_s = 1_000.0
         self.num_renewals = 0
         self.renewed = asyncio.Condition()
         self.renew_error: NsmError | None = None
@@ -45,6 +48,7 @@ class Store(SqliteSessionStore):
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         async with self.renewed:
             self.num_renewals += 1
+            self.now_s += lease_s / RENEWALS_PER_LEASE
             self.renewed.notify_all()
         if self.renew_error is not None:
             raise self.renew_error
@@ -89,7 +93,7 @@ async def make_harness(*, lease_s: float = 60.0) -> AsyncIterator[LeaseHarness]:
 async def test_a_lease_is_renewed_until_it_is_given_back() -> None:
     async with make_harness(lease_s=0.03) as harness:
         held = await harness.leases.take(KEY, on_lost=harness.on_lost)
-        await harness.store.wait_renewals(3)
+        await harness.store.wait_renewals(RENEWALS_PER_LEASE + 1)  # the first lease is over
         with pytest.raises(SessionBusy):
             await harness.leases.take(KEY, on_lost=harness.on_lost)
         await held.give_back()

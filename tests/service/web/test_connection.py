@@ -27,7 +27,7 @@ from tests.support.gateway import gateway
 from tests.support.live_server import serving
 from tests.support.raw_http import RawClient, connect, head
 
-LATE = 30.0  # a test that waits so long has failed
+LATE = 60.0  # a test that waits so long has failed
 GET = head("GET", "/x", {})
 MB = 1_000_000
 

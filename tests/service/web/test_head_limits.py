@@ -12,21 +12,25 @@ from starlette.types import Receive, Scope, Send
 
 from service.web.connection import connection_class
 from service.web.head_limits import MAX_HEAD_BYTES
+from tests.support.held_time import HeldTime, held_time
 from tests.support.live_server import serving
 from tests.support.raw_http import RawClient, connect, head
 
-HEAD_S = 0.5  # a head that is sent at once must be in time on a busy machine, too
-LATE = 30.0  # a test that waits so long has failed
+HEAD_S = 1.0
+STEP_S = HEAD_S / 10
+LATE = 60.0  # a test that waits so long has failed
 
 
 class Application:
     """Answers when it is let."""
 
     def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.has_begun.set()
         await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
@@ -43,6 +47,13 @@ async def client(application: Application) -> AsyncIterator[RawClient]:
         yield opened
 
 
+@pytest.fixture
+async def passing(client: RawClient) -> AsyncIterator[HeldTime]:
+    """The time of the server and of the client."""
+    with held_time() as held:
+        yield held
+
+
 async def closed(client: RawClient) -> bytes:
     """What was still to read when the server closed the connection."""
     return await asyncio.wait_for(client.reader.read(), LATE)
@@ -55,39 +66,45 @@ async def ask(client: RawClient) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\nx-more: "])
-async def test_missing_head_closes_the_connection(client: RawClient, sent: bytes) -> None:
+async def test_missing_head_closes_the_connection(client: RawClient, passing: HeldTime, sent: bytes) -> None:
     await client.send(sent)
-    assert await closed(client) == b""
+    rest, passed_s = await passing.pass_until(closed(client), step_s=STEP_S)
+    assert rest == b""
+    assert passed_s > HEAD_S - STEP_S
 
 
-async def test_a_head_in_drips_has_no_more_time_than_one_that_stops(client: RawClient) -> None:
-    async def drip() -> None:
+async def test_a_head_in_drips_has_no_more_time_than_one_that_stops(client: RawClient, passing: HeldTime) -> None:
+    reading = asyncio.create_task(closed(client))
+    num_sent = 0
+    with contextlib.suppress(ConnectionError):
         for byte in head("GET", "/", {"x-padding": "x" * 200}):
             await client.send(bytes([byte]))
-            await asyncio.sleep(HEAD_S / 10)
-
-    dripping = asyncio.create_task(drip())
-    with contextlib.suppress(ConnectionError):
-        assert await closed(client) == b""
-    assert not dripping.done()
-    dripping.cancel()
+            await passing.advance(STEP_S)
+            if reading.done():
+                break
+            num_sent += 1
+        assert await reading == b""
+    assert 5 < num_sent < 100
 
 
 @pytest.mark.parametrize("sent", [b"GET / HT", b"\r\n"])
 async def test_the_second_request_of_a_connection_has_no_more_time_than_the_first(
-    client: RawClient, sent: bytes
+    client: RawClient, passing: HeldTime, sent: bytes
 ) -> None:
     await ask(client)
-    await asyncio.sleep(2 * HEAD_S)  # idle: that is the keep-alive's business
+    await passing.advance(2 * HEAD_S)  # idle: that is the keep-alive's business
     await ask(client)
     await client.send(sent)
-    assert await closed(client) == b""
+    rest, passed_s = await passing.pass_until(closed(client), step_s=STEP_S)
+    assert rest == b""
+    assert passed_s < 3 * HEAD_S
 
 
-async def test_an_answer_may_take_longer(client: RawClient, application: Application) -> None:
+async def test_an_answer_may_take_longer(client: RawClient, passing: HeldTime, application: Application) -> None:
     application.may_answer.clear()
     asking = asyncio.create_task(ask(client))
-    await asyncio.sleep(3 * HEAD_S)
+    await application.has_begun.wait()
+    await passing.advance(3 * HEAD_S)
     application.may_answer.set()
     await asking
 

@@ -43,7 +43,7 @@ class Wire:
         return b"".join(message.get("body", b"") for message in self.messages)
 
     async def until_body(self, ending: bytes) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self.body().endswith(ending):
                 self.changed.clear()
                 await self.changed.wait()

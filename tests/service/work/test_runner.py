@@ -34,7 +34,7 @@ async def test_runner_ends_however_close_to_its_news(num_turns: int) -> None:
             is_limit_shared=True,
             logger=logging.getLogger("nsm.tuning"),
         )
-        async with asyncio.timeout(30), runner.running():
+        async with asyncio.timeout(60), runner.running():
             await until(lambda: bool(news._waiters))  # it has looked for works
             news.set()
             for _ in range(num_turns):

@@ -19,7 +19,7 @@ from tests.support.engine_process import engine_socket
 from tests.support.models import local_backend
 from tests.support.triton_servers import eventually
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def request(name: str, max_tokens: int = 8) -> GenerationRequest:

@@ -9,7 +9,7 @@ import pytest
 
 from service.backends.process.socket_writer import SocketWriter
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SIZE = 10_000  # of a message: its first byte is the writer's, the others say which it is
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import subprocess
@@ -59,13 +60,29 @@ async def served(
 
 
 async def generates(server: StandIn, tls: TritonTls | None) -> bool:
-    backend = TritonBackend([server.url], wait_s=0.5, tls=tls)
+    backend = TritonBackend([server.url], wait_s=60, tls=tls)
     await backend.start()
     try:
         request = make_request("a", prompt_ids=(1, 2), max_tokens=3)
         return len(Outcome([event async for event in backend.submit(request).events()]).ids) == 3
     finally:
         await backend.stop()
+
+
+async def reason_against(server: StandIn, tls: TritonTls | None) -> str:
+    """Why a gateway that starts does not use the server."""
+    backend = TritonBackend([server.url], wait_s=60, tls=tls)
+    starting = asyncio.create_task(backend.start())
+
+    async def is_refused() -> bool:
+        return any(upstream.error is not None for upstream in backend.upstreams)
+
+    await eventually(is_refused)
+    (upstream,) = backend.upstreams
+    assert not starting.done()
+    starting.cancel()
+    await asyncio.wait((starting,))
+    return str(upstream.error)
 
 
 async def test_requests_over_tls(ours: Authority, tiny_tokenizer: Tokenizer) -> None:
@@ -82,16 +99,16 @@ async def test_requests_with_a_certificate_of_the_client(ours: Authority, tiny_t
 async def test_a_certificate_for_another_name_needs_that_name(ours: Authority, tiny_tokenizer: Tokenizer) -> None:
     async with served(tiny_tokenizer, ours.issue("server", hosts="DNS:triton.internal")) as server:
         assert await generates(server, TritonTls.read(ca=ours.ca.cert, server_name="triton.internal"))
-        with pytest.raises(ConfigError, match="its certificate is for another name than its address"):
-            await generates(server, TritonTls.read(ca=ours.ca.cert))
+        reported = await reason_against(server, TritonTls.read(ca=ours.ca.cert))
+    assert "its certificate is for another name than its address" in reported
 
 
 async def test_a_server_of_another_ca_is_refused_and_the_reason_told(
     ours: Authority, theirs: Authority, tiny_tokenizer: Tokenizer
 ) -> None:
     async with served(tiny_tokenizer, theirs.issue("server")) as server:
-        with pytest.raises(ConfigError, match="its certificate was not signed by the CA that this side trusts"):
-            await generates(server, TritonTls.read(ca=ours.ca.cert))
+        reported = await reason_against(server, TritonTls.read(ca=ours.ca.cert))
+    assert "its certificate was not signed by the CA that this side trusts" in reported
 
 
 @pytest.mark.parametrize("client", ["without a certificate", "with one of another CA", "without TLS"])
@@ -105,23 +122,22 @@ async def test_a_server_that_hangs_up_at_once(
         "without TLS": None,
     }
     async with served(tiny_tokenizer, ours.issue("server"), ours.ca.cert) as server:
-        with pytest.raises(ConfigError, match="hung up at once, as servers do that want TLS, or another certificate"):
-            await generates(server, tls[client])
+        reported = await reason_against(server, tls[client])
+    assert "hung up at once, as servers do that want TLS, or another certificate" in reported
 
 
 async def test_an_address_without_listener_is_refused_by_name() -> None:
     channel = TritonChannel(f"127.0.0.1:{free_port()}")
     try:
         with pytest.raises(Unreached, match="Connection refused"):
-            await channel.ask(encode_call(StatusCall()), timeout_s=5.0)
+            await channel.ask(encode_call(StatusCall()), timeout_s=60.0)
     finally:
         await channel.close()
 
 
 async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(ours: Authority, tiny_tokenizer: Tokenizer) -> None:
     async with served(tiny_tokenizer, None) as server:
-        with pytest.raises(ConfigError, match="it speaks without TLS"):
-            await generates(server, TritonTls.read(ca=ours.ca.cert))
+        assert "it speaks without TLS" in await reason_against(server, TritonTls.read(ca=ours.ca.cert))
 
 
 @pytest.mark.usefixtures("hasty")
@@ -140,7 +156,7 @@ async def test_a_server_that_comes_back_with_a_certificate_of_another_ca_makes_t
         return backend.is_ready()
 
     async with served(tiny_tokenizer, own) as server:
-        backend = TritonBackend([server.url], wait_s=5, tls=TritonTls.read(ca=ours.ca.cert))
+        backend = TritonBackend([server.url], wait_s=60, tls=TritonTls.read(ca=ours.ca.cert))
         await backend.start()
         try:
             assert backend.is_ready()

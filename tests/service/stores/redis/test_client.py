@@ -91,7 +91,7 @@ async def require_all_closed(server: SlowServer) -> None:
         warnings.simplefilter("always")
         gc.collect()
     assert [str(warning.message) for warning in caught] == []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await server.all_closed.wait()
     assert server.num_accepted > 0
 

@@ -61,7 +61,7 @@ async def test_ttft_ends_when_the_piece_was_sent_not_when_it_was_made() -> None:
     backend = FakeBackend(hold=True)
     async with gateway(backend, is_live=True) as server:
         task = asyncio.create_task(server.client.post(PATH, json={"prompt": "x", "stream": True, "max_tokens": 2}))
-        await asyncio.wait_for(backend.held.wait(), 30)
+        await asyncio.wait_for(backend.held.wait(), 60)
         assert server.metric(TTFT) == 0
         backend.release_all()
         await task

@@ -85,7 +85,7 @@ class Process:
 
     def stop(self) -> None:
         self._say("stop\n")
-        assert self._process.wait(10) == 0
+        assert self._process.wait(60) == 0
 
     def kill(self) -> None:
         """Also after it has stopped."""

@@ -47,7 +47,7 @@ class Spans(SpanExporter):
 
     async def wait_for(self, name: str) -> ReadableSpan:
         """A client may have its answer before the server has done with it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while name not in (span.name for span in self.all):
                 self._news.clear()
                 await self._news.wait()
