@@ -3,7 +3,7 @@
 
 An arm is one `nsm train` command, printed before it starts, with equal text and tokens for all arms of a group; then
 the model is measured. RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call goes on with the arms
-that are missing. Groups:
+that are missing, or with another seed (`--extra "--seed 1"`). Groups:
 
 - `third-run`: which of the changes of the third run of `pulse-books-keyed` did what. `--start`: the weights of the
   second run (in the history of this repository: `git show 754a3ddf:nsm_core/model/checkpoints/pulse-books-keyed/...`).
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -94,7 +94,8 @@ PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4
 def config_of(arm: str, options: argparse.Namespace) -> TrainConfig:
     """The training of an arm; its steps are as many as `--tokens` asks for."""
     flags = shlex.split(f"{options.common or COMMON[options.group]} {ARMS[options.group][arm]} {options.extra}")
-    out = options.out / f"{options.group}-{arm.replace(' ', '-').replace(',', '')}-{options.tokens}"
+    named = re.sub(r"[^A-Za-z0-9.]+", "-", f"{options.group} {arm} {options.tokens} {options.extra}")
+    out = options.out / named.strip("-")
     flags += ["--data", str(options.data), "--tokenizer", str(options.tokenizer), "--out", str(out)]
     flags += ["--cache", str(options.out / "cache"), "--weight-format", "bf16", "--eval-every", "1000000"]
     if options.group != "layers":
@@ -182,31 +183,32 @@ def _sample(model: NsmModel, prompts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A row an arm."""
-    history = results[0]["history"]
-    passages = [row["distance"] for row in history["repeats"]["distances"]]
-    starts = [row["start"] for row in history["fresh_starts"]["starts"]] if history["fresh_starts"] else []
-    cells = [(cell["context"], cell["distance"]) for cell in history["keys"]["cells"]]
-    heads = (
-        "arm", "tokens", "bits per byte", *(f"passage {distance:,} back" for distance in passages),
-        *(f"history before {start:,}" for start in starts),
-        *(f"key in {context:,} at {distance:,}: likeliest / written" for context, distance in cells),
-        "repeated tokens", "loops", "seconds", "parameters", "state, MiB",
-    )  # fmt: skip
-    return table(heads, [_row(result) for result in results])
+    """A row an arm; a dash where one was not measured as another was."""
+    rows = [_cells(result) for result in results]
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    return table(heads, [[row.get(head, "–") for head in heads] for row in rows])
 
 
-def _row(result: dict[str, Any]) -> list[str]:
-    history = result["history"]
-    starts = history["fresh_starts"]["starts"] if history["fresh_starts"] else []
-    cells = history["keys"]["cells"]
-    return [
-        result["run"]["arm"], f"{result['tokens'] / 1e6:.1f}M", f"{result['bits_per_byte']:.4f}",
-        *(_estimate(Estimate(**row["gain"])) for row in itertools.chain(history["repeats"]["distances"], starts)),
-        *(f"{cell['is_likeliest']['mean']:.0%} / {cell['is_written']['mean']:.0%}" for cell in cells),
-        f"{result['repeated']:.1%}", f"{result['loops']:.0%}", f"{result['train_s']:.0f} + {_measuring(result):.0f}",
-        f"{result['num_parameters']:,}", f"{result['state_bytes'] / 2**20:.2f}",
-    ]  # fmt: skip
+def _cells(result: dict[str, Any]) -> dict[str, str]:
+    run, history, keys = result["run"], result["history"], result["history"]["keys"]["cells"]
+    passages, starts = history["repeats"]["distances"], (history["fresh_starts"] or {"starts": []})["starts"]
+    return {
+        "arm": f"{run['arm']} {run['extra']}".strip(),
+        "tokens": f"{result['tokens'] / 1e6:.1f}M",
+        "parameters": f"{result['num_parameters']:,}",
+        "state, MiB": f"{result['state_bytes'] / 2**20:.2f}",
+        "seconds": f"{result['train_s']:.0f} + {_measuring(result):.0f}",
+        "bits per byte": f"{result['bits_per_byte']:.4f}",
+        "repeated tokens": f"{result['repeated']:.1%}",
+        "loops": f"{result['loops']:.0%}",
+        **{f"passage {row['distance']:,} back": _estimate(Estimate(**row["gain"])) for row in passages},
+        **{f"history before {row['start']:,}": _estimate(Estimate(**row["gain"])) for row in starts},
+        **{f"key in {cell['context']:,} at {cell['distance']:,}: likeliest / written": _shares(cell) for cell in keys},
+    }
+
+
+def _shares(cell: dict[str, Any]) -> str:
+    return f"{cell['is_likeliest']['mean']:.0%} / {cell['is_written']['mean']:.0%}"
 
 
 def _measuring(result: dict[str, Any]) -> float:
@@ -271,9 +273,11 @@ def main() -> None:
             continue
         result = runs.add(run, run_arm(arm, options))
         longest = max(longest, result["seconds"])
-        write_report(options, runs)
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
+        write_report(options, runs)
+    if runs.results:  # also where lines of another machine were added
+        write_report(options, runs)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 `python -m benchmarks.quality.plain_questions`.
 
 Twelve ways to tell and ask, none of them in the sentences of training, four texts of each. Between telling and asking
-lie 600 tokens of a book of data/books-sample, or `--between`, at most 5,000. An answer is right if it begins with what
-was told, and right to the end if no further letter or digit follows.
+lie 600 tokens of a book of data/books-sample, or the numbers of `--between`; texts of more than 5,000 tokens need the
+books of `--data`. An answer is right if it begins with what was told, and right to the end if no further letter or
+digit follows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks.quality.loops import BOOKS
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Resume
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.bundled import CHECKPOINTS
-from nsm_core.model.loader import load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.training.data_files import read_documents
 
@@ -39,41 +43,69 @@ NAMED = (
 )
 NAMES = ("Wetherby", "Corisande", "Tolliver", "Maplethorpe", "Ravenna", "Sebastian", "Quimper", "Isolde")
 TEXTS, BEFORE, BETWEEN, ANSWER_TOKENS = 4, 100, 600, 8  # texts; tokens
+AT_ONCE = 8  # texts, whose states are in memory until they are asked
 
 
-def answers(model: str, between: int = BETWEEN) -> list[tuple[str, str, str]]:
-    """(question, told value, answer) of each text. The text tells the value `between` tokens before the question."""
-    loaded = load_checkpoint(CHECKPOINTS / model)
-    engine = Engine(
-        loaded.model, loaded.tokenizer, fingerprint="", config=EngineConfig(max_slots=32), executor=NativeExecutor
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class FactText:
+    """`ids`: a text's tokens, in which `value` is told; `end`: of them up to and with the telling."""
+
+    question: str
+    value: str
+    ids: tuple[int, ...]
+    end: int
+
+
+def fact_texts(loaded: LoadedNsm, book: Sequence[int], longest: int) -> Iterator[FactText]:
+    """TEXTS of each way, with `longest` tokens of `book` after the telling."""
     encode, rng = loaded.tokenizer.encode, random.Random(0)
-    book = encode(next(iter(read_documents(BOOKS, "val"))).text)
-    asked = list[tuple[str, str]]()
     for statement, question in NUMBERS + NAMED:
         for start in range(0, TEXTS * BETWEEN, BETWEEN):
             is_number = (statement, question) in NUMBERS
             value = str(rng.randrange(100, 99_999)) if is_number else rng.choice(NAMES)
             middle = start + BEFORE
-            prompt = [
-                loaded.tokenizer.end_of_text_id,
-                *book[start:middle],
-                *encode(f"\n\n{statement.format(value)}\n\n"),
-                *book[middle : middle + between],
-                *encode(f"\n\n{question}"),
-            ]
-            sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-            number = str(len(asked))
+            telling = encode(f"\n\n{statement.format(value)}\n\n")
+            text = [loaded.tokenizer.end_of_text_id, *book[start:middle], *telling]
+            if len(book) < middle + longest:
+                raise SystemExit(f"the book has {len(book):,} tokens, {middle + longest:,} are needed: see --data")
+            yield FactText(question, value, (*text, *book[middle : middle + longest]), len(text))
+
+
+def answers(loaded: LoadedNsm, texts: Sequence[FactText], distances: Sequence[int]) -> dict[tuple[int, int], str]:
+    """By text and distance. A text is read once; each question continues the state at its distance from the telling."""
+    config = EngineConfig(max_slots=32)
+    engine = Engine(loaded.model, loaded.tokenizer, fingerprint="", config=config, executor=NativeExecutor)
+    found = dict[tuple[int, int], str]()
+    for first in range(0, len(texts), AT_ONCE):
+        for number in range(first, min(first + AT_ONCE, len(texts))):
+            positions = tuple(texts[number].end + distance for distance in sorted(distances))
             engine.add(
-                GenerationRequest(request_id=number, prompt_ids=tuple(prompt), sampling=sampling, keep_state=True)
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_ids=texts[number].ids,
+                    sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+                    keep_states_at=positions,
+                )
             )
-            asked.append((question, value))
-    found = dict[str, str]()
-    while engine.has_work:
-        for number, event in engine.step():
-            if isinstance(event, Finished) and event.end_state is not None:
-                found[number] = loaded.tokenizer.decode(event.end_state.new_ids[-ANSWER_TOKENS:])
-    return [(question, value, found[str(number)]) for number, (question, value) in enumerate(asked)]
+        while engine.has_work:
+            for name, event in engine.step():
+                if isinstance(event, PromptState):
+                    text = texts[int(name)]
+                    engine.add(_question(loaded, text, f"{name}:{event.position - text.end}", event))
+                elif isinstance(event, Finished) and event.end_state is not None:
+                    number, distance = map(int, name.split(":"))
+                    found[number, distance] = loaded.tokenizer.decode(event.end_state.new_ids[-ANSWER_TOKENS:])
+    return found
+
+
+def _question(loaded: LoadedNsm, text: FactText, name: str, at: PromptState) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=tuple(loaded.tokenizer.encode(f"\n\n{text.question}")),
+        sampling=SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+        resume=Resume(state=at.state, position=at.position, fingerprint="", generated_counts={}),
+        keep_state=True,
+    )
 
 
 def is_right(value: str, answer: str) -> tuple[bool, bool]:
@@ -86,18 +118,33 @@ def is_right(value: str, answer: str) -> tuple[bool, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pulse-books-keyed", help="of the bundled ones")
-    parser.add_argument("--between", type=int, default=BETWEEN, help="tokens")
+    parser.add_argument("--data", type=Path, default=BOOKS, help="corpus, for the first book of its validation split")
+    parser.add_argument("--between", type=int, nargs="+", default=[BETWEEN], help="tokens")
     parser.add_argument("--show", action="store_true", help="every answer")
     options = parser.parse_args()
-    print("| asked | right | right to the end |\n| --- | ---: | ---: |")
-    of_way = dict[str, list[tuple[bool, bool]]]()
-    for question, value, answer in answers(options.model, options.between):
-        of_way.setdefault(question, []).append(is_right(value, answer))
+    loaded = load_checkpoint(CHECKPOINTS / options.model)
+    book = loaded.tokenizer.encode(next(iter(read_documents(options.data, "val"))).text)
+    texts = list(fact_texts(loaded, book, max(options.between)))
+    given = answers(loaded, texts, options.between)
+    of_way = dict[tuple[str, int], list[tuple[bool, bool]]]()
+    for (number, distance), answer in sorted(given.items()):
+        text = texts[number]
+        of_way.setdefault((text.question, distance), []).append(is_right(text.value, answer))
         if options.show:
-            print(f"{question} [{value}] {answer!r}")
-    for question, results in of_way.items():
-        begins, ends = (sum(result[part] for result in results) for part in (0, 1))
-        print(f"| {question.replace(chr(10), ' ')} | {begins} of {len(results)} | {ends} of {len(results)} |")
+            print(f"{text.question} [{text.value}] {distance:,} tokens later: {answer!r}")
+    heads = [f"{distance:,} tokens later: right | to the end" for distance in options.between]
+    print(f"| asked | {' | '.join(heads)} |\n| --- |{' ---: | ---: |' * len(heads)}")
+    ways = [question for _, question in NUMBERS + NAMED]
+    for question in ways:
+        cells = [_counts(of_way[question, distance]) for distance in options.between]
+        print(f"| {question.replace(chr(10), ' ')} | {' | '.join(cells)} |")
+    totals = [_counts([one for way in ways for one in of_way[way, distance]]) for distance in options.between]
+    print(f"| all | {' | '.join(totals)} |")
+
+
+def _counts(results: Sequence[tuple[bool, bool]]) -> str:
+    begins, ends = (sum(result[part] for result in results) for part in (0, 1))
+    return f"{begins} of {len(results)} | {ends}"
 
 
 if __name__ == "__main__":

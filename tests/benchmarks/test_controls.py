@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,16 +132,30 @@ def test_samples_are_those_of_a_seed(model: NsmModel) -> None:
     assert torch.equal(first, again)
 
 
-def test_an_arm_is_a_row_of_the_table() -> None:
+def test_seeds_have_directories_of_their_own(tmp_path: Path) -> None:
+    asked = options("layers", tmp_path)
+    first = controls.config_of("RWKV-7, heads of 64", asked)
+    asked.extra = "--seed 1"
+    second = controls.config_of("RWKV-7, heads of 64", asked)
+    assert (first.seed, second.seed) == (0, 1)
+    assert first.out != second.out
+
+
+def arm_result(arm: str, extra: str, contexts: tuple[int, ...]) -> dict[str, Any]:
     estimate = {"mean": 0.5, "low": 0.25, "high": 0.75, "per_document": [0.5]}
+    shares = {"is_likeliest": estimate, "is_written": estimate}
     history = {
         "repeats": {"distances": [{"distance": 4096, "gain": estimate}]},
         "fresh_starts": None,
-        "keys": {"cells": [{"context": 8192, "distance": 256, "is_likeliest": estimate, "is_written": estimate}]},
+        "keys": {"cells": [{"context": context, "distance": 256, **shares} for context in contexts]},
     }
-    result = {"run": {"arm": "loops"}, "tokens": 24e6, "bits_per_byte": 1.2, "history": history, "repeated": 0.1,
-              "loops": 0.0, "train_s": 40.0, "seconds": 60.0, "num_parameters": 7, "state_bytes": 2**20}  # fmt: skip
-    assert (
-        "| loops | 24.0M | 1.2000 | 0.500 ± 0.250 | 50% / 50% | 10.0% | 0% | 40 + 20 | 7 | 1.00 |"
-        in controls.markdown([result])
-    )
+    return {"run": {"arm": arm, "extra": extra}, "tokens": 24e6, "bits_per_byte": 1.2, "history": history,
+            "repeated": 0.1, "loops": 0.0, "train_s": 40.0, "seconds": 60.0, "num_parameters": 7,
+            "state_bytes": 2**20}  # fmt: skip
+
+
+def test_an_arm_is_a_row_of_the_table_and_a_dash_stands_where_it_was_not_measured() -> None:
+    rows = controls.markdown([arm_result("loops", "", (8192,)), arm_result("loops", "--seed 1", (8192, 32768))])
+    common = "24.0M | 7 | 1.00 | 40 + 20 | 1.2000 | 10.0% | 0% | 0.500 ± 0.250 | 50% / 50%"
+    assert f"| loops | {common} | – |" in rows
+    assert f"| loops --seed 1 | {common} | 50% / 50% |" in rows
