@@ -235,7 +235,8 @@ def _verifier(made: str, running: str) -> str:
         return "its own executor"
     if executor == executor_of_numerics(running):
         return "the same executor in the versions and on the device of then"
-    return f"NSM_EXECUTOR={executor}"
+    bound_to = " with the same torch and device" if "/torch-" in made else ""  # of such a class both are in the name
+    return f"NSM_EXECUTOR={executor}{bound_to}"
 
 
 def _to_json(verified: Verified) -> dict[str, Any]:

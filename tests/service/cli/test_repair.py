@@ -115,7 +115,8 @@ def make_several(data_dir: Path, session_id: str, *, position: int = 0) -> None:
 @pytest.mark.parametrize(
     ("numerics", "remedy"),
     [
-        ("cuda/bf16/kernels-2", "NSM_EXECUTOR=cuda"),
+        ("cpu/int4/native-1", "NSM_EXECUTOR=native-int4"),
+        ("cuda/bf16/kernels-2/torch-2.9.0/NVIDIA H200", "NSM_EXECUTOR=cuda with the same torch and device"),
         ("tpu/int8/1", "its own executor"),
         ("cpu/fp32/torch-1.0.0/AVX2", "the same executor in the versions and on the device of then"),
     ],
