@@ -1,4 +1,4 @@
-"""Identifiers use the field's words: docs/glossary.md. Each banned word names the one to use."""
+"""Identifiers use the words of docs/concepts.md and docs/architecture.md. Each banned word names the one to use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def defined_names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_identifiers_use_the_words_of_the_glossary(folder: str) -> None:
+def test_identifiers_use_the_words_of_the_pages(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}: say {BANNED[word]}"
         for path in sorted((ROOT / folder).rglob("*.py"))
