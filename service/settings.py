@@ -152,9 +152,8 @@ class Settings(BaseSettings):
     )
     executor: Annotated[ExecutorName, Shown(page="[performance](performance.md)", is_engine=True)] = Field(
         default="auto",
-        description="How the model is computed. auto: native on a CPU if the model file is int8, native-int4 if int4, "
-        "cuda on a GPU, else eager, or of RWKV-7 native-fp32. native: in int8. native-int4: weights in int4. "
-        "With -fp16-states: running states in fp16. cuda: matrices in bf16.",
+        description="How the model is computed. auto: by device and model file. native: weights in int8, native-int4: "
+        "in int4, cuda: in bf16, eager: as in the file. With -fp16-states: running states in fp16.",
     )
     num_threads: Annotated[int | None, Shown(default="a core each, at most the group's quota", is_engine=True)] = Field(
         default=None, ge=1, le=1024, description="CPU threads of the model."

@@ -25,14 +25,12 @@ $ curl -s localhost:8000/v1/completions -H 'content-type: application/json' -d '
 {refusal}
 ```
 
-`message` names the field, its limit and the given value. `param` is the field at fault, or null. `code` is stable and
-meant for programs. A stream that fails after its start sends the same body as its last frame before `[DONE]`.
+`message` names the field, its limit and the given value. `param` is the field at fault, or null. `code` is stable.
 
 {types}
 
-Every answer has `x-request-id`; a client may send its own. Stock clients retry 408, 409, 429 and 5xx. Where a retry
-cannot help, the answer has `x-should-retry: false`, and the table says "no". `Retry-After` says when another try is
-worth it.
+Every answer has `x-request-id`; a client may send its own. Stock clients retry 408, 409, 429 and 5xx, unless the answer
+has `x-should-retry: false` ("no" below).
 
 `python -m deploy.docs.errors` writes this page.
 
@@ -50,8 +48,7 @@ Some errors name their case more closely:
 RESULTS = """
 ## Codes in results
 
-Work that fails later has codes of its own, beside those above. A stream that ends with `server_stopping` goes on
-[elsewhere](sessions.md#when-a-server-stops).
+A stream that ends with `server_stopping` goes on [elsewhere](sessions.md#when-a-server-stops).
 """
 # Refusals of the connection and of the routing, which have no class of their own.
 OTHERS = (

@@ -12,9 +12,8 @@ HEAD = """# Settings
 
 Every setting of the server is a variable and an option of `nsm serve`: `NSM_MAX_SLOTS=32` is `--max-slots 32`, and the
 option wins. Other commands read the same variables. An unknown `NSM_` variable, or a bad value, ends the start with one
-line. An empty variable counts as unset. Switches are `true` or `false`; as options they are `--energy` and
-`--no-energy`. Names that end in `_S` are in seconds, in `_MB` in MiB. OpenTelemetry's own variables set
-[traces](tracing.md).
+line. An empty variable counts as unset. Switches are `true` or `false` (`--energy`, `--no-energy`). Names that end in
+`_S` are in seconds, in `_MB` in MiB. OpenTelemetry's variables set [traces](tracing.md).
 
 `python -m deploy.docs.settings` writes this page.
 """
