@@ -1,16 +1,11 @@
-"""Short trainings that differ in one thing each, from one start, and what their states then hold:
-`python -m benchmarks.quality.controls GROUP --data books --tokenizer tokenizer.json --out runs --output RESULT`.
+"""Short trainings of layers beside each other, and what their states then hold:
+`python -m benchmarks.quality.controls --data books --tokenizer tokenizer.json --out runs --output RESULT`.
 
-An arm is one `nsm train` command, printed before it starts, with equal text and tokens for all arms of a group; then
-the model is measured. RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call goes on with the arms
-that are missing, or with another seed (`--extra "--seed 1"`). Groups:
-
-- `third-run`: which of the changes of the third run of `pulse-books-keyed` did what. `--start`: the weights of the
-  second run (in the history of this repository: `git show 754a3ddf:nsm_core/model/checkpoints/pulse-books-keyed/...`).
-- `far`: what could carry farther and let keys be written out, from the bundled weights (`memory.md`).
-- `layers`: keyed slots beside a hybrid with RWKV-7's time mix of equal bytes and parameters, from new weights; and a
-  Transformer that sees everything, which can be measured within 17,408 tokens: `--key-contexts 8192 --key-distances
-  256 7168` with it.
+Keyed slots beside hybrids with RWKV-7's time mix, and a Transformer that sees everything, from new weights. An arm is
+one `nsm train` command, printed before it starts, with equal text and tokens for all; then the model is measured.
+RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call goes on with the arms that are missing, or
+with another seed (`--extra "--seed 1"`). The Transformer can be measured within 17,408 tokens: `--key-contexts 8192
+--key-distances 256 7168` with it.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ import numpy as np
 import torch
 
 from benchmarks.quality.loops import LOOP_SHARE, repeated_share
-from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WEIGHTS_FILE
@@ -48,58 +42,30 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.loop import train
 
-THREE, FIVE = "0.05,0.018,0.0066", "0.045,0.016,0.0045,0.0016,0.0007"
-FROM_TRAINED = (
-    "--preset keyed-hybrid --rows 16 --accumulate 2 --seq-len 16384 --carry 1 --recall 0.25 --recall-end 0.1 "
-    "--muon-lr 0.008 --adam-lr 3e-3 --weight-decay 0.1 --warmup 0.05 --decay 0.8"
-)
-FROM_NEW = (
+COMMON = (
     "--preset keyed-hybrid --rows 32 --seq-len 4096 --carry 1 --recall 0.15 "
     "--muon-lr 0.015 --adam-lr 6e-3 --weight-decay 0.1 --warmup 0.02 --decay 0.5"
 )
-AS_THIRD = f"--keep-strengths {FIVE} --loops 0.04"
-START = "the start"  # an arm that trains nothing
-COMMON = {"third-run": FROM_TRAINED, "far": FROM_TRAINED, "layers": FROM_NEW}
-ARMS: dict[str, dict[str, str]] = {
-    "third-run": {
-        START: "",
-        "more tokens alone": f"--keep-strengths {THREE} --recall-loss all",
-        "five heads": f"--keep-strengths {FIVE} --recall-loss all",
-        "answers alone": f"--keep-strengths {THREE}",
-        "loops": f"--keep-strengths {THREE} --recall-loss all --loops 0.04",
-        "all of them": AS_THIRD,
-    },
-    "far": {
-        START: "",
-        "as before": AS_THIRD,
-        "strengths bounded": f"{AS_THIRD} --keep-context 0.05",
-        "bounded, routes apart": f"{AS_THIRD} --keep-context 0.05 --key-spread 0.02",
-        "first token of an answer": f"{AS_THIRD} --first-answer 30",
-        "all three": f"{AS_THIRD} --keep-context 0.05 --key-spread 0.02 --first-answer 30",
-    },
-    "layers": {
-        "keyed slots": "",
-        # two heads of 256 x 256 numbers are as many as eight of 128 x 128; the feed-forward parts make up for weights
-        "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776",
-        # heads as published: a quarter of the numbers
-        "RWKV-7, heads of 64": "--layer-pattern rrrW --mlp-hidden 1776",
-        # rows as long as the text before and in the span whose history is measured; RoPE learns no farther positions
-        "attention to everything": "--layer-pattern A --max-context 17408 --mlp-hidden 2048 --rows 7 --seq-len 17408 "
-        "--carry 0 --whole-rows",
-    },
+ARMS = {
+    "keyed slots": "",
+    # two heads of 256 x 256 numbers are as many as eight of 128 x 128; the feed-forward parts make up for weights
+    "RWKV-7": "--layer-pattern rrrW --num-heads 2 --num-kv-heads 1 --mlp-hidden 1776",
+    # heads as published: a quarter of the numbers
+    "RWKV-7, heads of 64": "--layer-pattern rrrW --mlp-hidden 1776",
+    # rows as long as the text before and in the span whose history is measured; RoPE learns no farther positions
+    "attention to everything": "--layer-pattern A --max-context 17408 --mlp-hidden 2048 --rows 7 --seq-len 17408 "
+    "--carry 0 --whole-rows",
 }
 PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4
 
 
 def config_of(arm: str, options: argparse.Namespace) -> TrainConfig:
     """The training of an arm; its steps are as many as `--tokens` asks for."""
-    flags = shlex.split(f"{options.common or COMMON[options.group]} {ARMS[options.group][arm]} {options.extra}")
-    named = re.sub(r"[^A-Za-z0-9.]+", "-", f"{options.group} {arm} {options.tokens} {options.extra}")
+    flags = shlex.split(f"{options.common or COMMON} {ARMS[arm]} {options.extra}")
+    named = re.sub(r"[^A-Za-z0-9.]+", "-", f"{arm} {options.tokens} {options.extra}")
     out = options.out / named.strip("-")
     flags += ["--data", str(options.data), "--tokenizer", str(options.tokenizer), "--out", str(out)]
     flags += ["--cache", str(options.out / "cache"), "--weight-format", "bf16", "--eval-every", "1000000"]
-    if options.group != "layers":
-        flags += ["--start", str(options.start)]
     sizes = parse(flags)
     steps = max(1, options.tokens // (sizes.rows * sizes.seq_len))
     flags += ["--steps", str(steps), "--save-every", str(steps)]
@@ -109,19 +75,17 @@ def config_of(arm: str, options: argparse.Namespace) -> TrainConfig:
 
 def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """What RESULT.jsonl keeps of an arm."""
-    started, trained_tokens, directory = time.monotonic(), 0, options.start
-    if arm != START:
-        config = config_of(arm, options)
-        directory, trained_tokens = config.out, config.steps * config.rows * config.seq_len
-        if not (config.out / WEIGHTS_FILE).exists():  # else a call was stopped between training and measuring
-            torch.compiler.reset()  # code compiled for a model that is gone
-            train(config)
+    started, config = time.monotonic(), config_of(arm, options)
+    if not (config.out / WEIGHTS_FILE).exists():  # else a call was stopped between training and measuring
+        torch.compiler.reset()  # code compiled for a model that is gone
+        train(config)
     trained_s = time.monotonic() - started
-    loaded = load_checkpoint(directory, options.device)
+    loaded = load_checkpoint(config.out, options.device)
     measured = measure(loaded, options)
     seconds = time.monotonic() - started
     size = {"num_parameters": loaded.num_parameters, "state_bytes": loaded.model.state_spec.num_bytes}
-    return {"tokens": trained_tokens, "train_s": trained_s, "seconds": seconds, **size, **measured}
+    tokens = config.steps * config.rows * config.seq_len
+    return {"tokens": tokens, "train_s": trained_s, "seconds": seconds, **size, **measured}
 
 
 def measure(loaded: LoadedNsm, options: argparse.Namespace) -> dict[str, Any]:
@@ -228,24 +192,19 @@ def write_report(options: argparse.Namespace, runs: RunsFile) -> None:
         "measured on": f"{options.books} books of the {options.split} split, bits per byte on the first "
         f"{options.loss_tokens:,} tokens of each; samples of {options.sample_tokens} tokens at {TEMPERATURE}",
     }
-    arms = ARMS[options.group]
-    commands = [f"- {arm}: `{arms[arm] or 'nothing more'}`" for arm in arms if arm != START]
+    commands = [f"- {arm}: `{flags or 'nothing more'}`" for arm, flags in ARMS.items()]
     lines = [f"- {name}: `{value}`" for name, value in how.items()]
-    text = "\n".join((f"# Controls: {options.group}\n", markdown(runs.results), "", *commands, "", *lines, ""))
+    text = "\n".join(("# Controls: layers\n", markdown(runs.results), "", *commands, "", *lines, ""))
     options.output.with_suffix(".md").write_text(text, "utf-8")
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", choices=ARMS)
     for name in ("data", "tokenizer", "out", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument(
-        "--start", type=Path, default=Path("pulse-books-keyed"), help="model directory, or a bundled model"
-    )
     parser.add_argument("--tokens", type=int, default=24_000_000, help="of training, each arm")
-    parser.add_argument("--arms", nargs="+", help="of the group; default all")
-    parser.add_argument("--common", help="flags of all arms, in place of the group's")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    parser.add_argument("--common", help="flags of all arms, in place of COMMON")
     parser.add_argument("--extra", default="", help="further flags of all arms, as one string")
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="no arm begins that would end later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -263,12 +222,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
-    options.start = find_checkpoint(options.start)
     register_baselines()
     started, longest = time.monotonic(), 0.0
     runs = RunsFile(options.output.with_suffix(".jsonl"))
-    for arm in options.arms or ARMS[options.group]:
-        run = {"group": options.group, "arm": arm, "tokens": options.tokens, "extra": options.extra}
+    for arm in options.arms:
+        run = {"arm": arm, "tokens": options.tokens, "extra": options.extra}
         if runs.find(run) is not None or time.monotonic() - started + longest > options.time_limit_s:
             continue
         result = runs.add(run, run_arm(arm, options))

@@ -1,10 +1,10 @@
 """Numbers and names that a text tells once, in ordinary sentences, and what a model answers to ordinary questions:
 `python -m benchmarks.quality.plain_questions`.
 
-Twelve ways to tell and ask, none of them in the sentences of training, four texts of each. Between telling and asking
-lie 600 tokens of a book of data/books-sample, or the numbers of `--between`; texts of more than 5,000 tokens need the
-books of `--data`. An answer is right if it begins with what was told, and right to the end if no further letter or
-digit follows.
+Twelve ways to tell and ask, none of them in the sentences of training, four texts of each, or `--texts`. Between the
+two lie 600 tokens of a book of data/books-sample, or the numbers of `--between`; texts of more than 5,000 tokens
+need the books of `--data`. An answer is right if it begins with what was told, and right to the end if no further
+letter or digit follows.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class FactText:
     end: int
 
 
-def fact_texts(loaded: LoadedNsm, book: Sequence[int], longest: int) -> Iterator[FactText]:
-    """TEXTS of each way, with `longest` tokens of `book` after the telling."""
+def fact_texts(loaded: LoadedNsm, book: Sequence[int], count: int, longest: int) -> Iterator[FactText]:
+    """`count` of each way, with `longest` tokens of `book` after the telling."""
     encode, rng = loaded.tokenizer.encode, random.Random(0)
     for statement, question in NUMBERS + NAMED:
-        for start in range(0, TEXTS * BETWEEN, BETWEEN):
+        for start in range(0, count * BETWEEN, BETWEEN):
             is_number = (statement, question) in NUMBERS
             value = str(rng.randrange(100, 99_999)) if is_number else rng.choice(NAMES)
             middle = start + BEFORE
@@ -119,12 +119,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pulse-books-keyed", help="of the bundled ones")
     parser.add_argument("--data", type=Path, default=BOOKS, help="corpus, for the first book of its validation split")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="of each way")
     parser.add_argument("--between", type=int, nargs="+", default=[BETWEEN], help="tokens")
     parser.add_argument("--show", action="store_true", help="every answer")
     options = parser.parse_args()
     loaded = load_checkpoint(CHECKPOINTS / options.model)
     book = loaded.tokenizer.encode(next(iter(read_documents(options.data, "val"))).text)
-    texts = list(fact_texts(loaded, book, max(options.between)))
+    texts = list(fact_texts(loaded, book, options.texts, max(options.between)))
     given = answers(loaded, texts, options.between)
     of_way = dict[tuple[str, int], list[tuple[bool, bool]]]()
     for (number, distance), answer in sorted(given.items()):

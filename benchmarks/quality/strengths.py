@@ -2,9 +2,10 @@
 benchmarks.quality.strengths --data books --strengths 0.008,0.005,0.004,0.003,0.0022 --context 0.5`.
 
 The biases of these heads are moved until they write so much of a token on average, the head that writes most first;
-`--context` is what is left of the part that depends on the token. Printed are the loss over the first 4,096 tokens of
-the books, and the gains on passages that were read so many tokens before, against the same passage read by a state
-that began right after them. 95 % intervals over books.
+`--context` is what is left of the part that depends on the token. `--times` and `--others-times` multiply the odds of
+all writes of the keeping heads and of the others instead: nothing is judged first, so a CPU can do it. Printed are the
+loss over the first 4,096 tokens of the books, and the gains on passages that were read so many tokens before, against
+the same passage read by a state that began right after them. 95 % intervals over books.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
+from nsm_lab.evaluation.executed import ExecutedModel
 from nsm_lab.evaluation.history.estimates import mean_estimate
 from nsm_lab.evaluation.history.rows import read
-from nsm_lab.evaluation.reading import reading, sequence_losses
+from nsm_lab.evaluation.reading import EvaluatedModel, reading, sequence_losses
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.keeping import keeping_numbers, keyed_mixers, mean_strengths
 
@@ -35,6 +38,15 @@ def judged(model: NsmModel, texts: Tensor) -> list[Tensor]:
     starts = range(0, min(JUDGED_TOKENS, texts.shape[1] // JUDGED_PART * JUDGED_PART), JUDGED_PART)
     of_parts = [mean_strengths(model, texts[:, start : start + JUDGED_PART]) for start in starts]
     return [torch.stack(of_layer).mean(dim=0) for of_layer in zip(*of_parts, strict=True)]
+
+
+@torch.no_grad()
+def multiply_strengths(model: NsmModel, keeping: float, others: float) -> None:
+    """Multiplies the odds b / (1 - b) of the strengths b of the heads that keep, and of all others."""
+    for mixer in keyed_mixers(model):
+        factors = torch.full((mixer.heads,), others)
+        factors[keeping_numbers(mixer)] = keeping
+        mixer.rates.bias[: mixer.heads] += factors.log()
 
 
 @torch.no_grad()
@@ -54,7 +66,7 @@ def set_strengths(model: NsmModel, texts: Tensor, wanted: Sequence[float], conte
             mixer.rates.bias[order] += (aims / mean[order]).log()
 
 
-def passage_gains(model: NsmModel, texts: Tensor, distance: int) -> Tensor:
+def passage_gains(model: EvaluatedModel, texts: Tensor, distance: int) -> Tensor:
     """[B] nats a token, the mean over PASSAGES that stand one after the other at the beginning of texts [B, N]."""
     losses = []
     for position in (0, PASSAGES * PASSAGE):  # read from the first passage on, or after the last
@@ -76,6 +88,8 @@ def main() -> None:
     parser.add_argument("--distances", type=int, nargs="+", default=[16384, 4096, 1024])
     parser.add_argument("--strengths", default="", help="with commas between; without: as trained")
     parser.add_argument("--context", type=float, default=1.0)
+    parser.add_argument("--times", type=float, default=1.0, help="of the heads that keep")
+    parser.add_argument("--others-times", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     wanted = [float(part) for part in options.strengths.split(",") if part]
@@ -84,15 +98,25 @@ def main() -> None:
     books = list(read_documents(options.data, "val"))[: options.books]
     encoded = [loaded.tokenizer.encode(book.text[: 8 * length])[:length] for book in books]
     texts = torch.tensor([ids for ids in encoded if len(ids) == length], device=options.device)
-    is_gpu = options.device.startswith("cuda")
-    with reading(loaded.model, autocast=is_gpu):
-        set_strengths(loaded.model, texts, wanted, options.context)
-        start = loaded.model.initial_state(len(texts))
-        loss = float(sequence_losses(loaded.model, texts[:, : LOSS_TOKENS + 1], start).mean())
-        how = f"strengths {options.strengths or 'as trained'}, context {options.context}"
-        print(f"{len(texts)} books; {how}: loss {loss:.4f}", flush=True)
-        for distance in options.distances:
-            gain = mean_estimate(passage_gains(loaded.model, texts, distance).double().tolist())
+    how = f"strengths {options.strengths or 'as trained'}, context {options.context}"
+    if wanted or options.context != 1.0:
+        with reading(loaded.model, autocast=options.device.startswith("cuda")):
+            set_strengths(loaded.model, texts, wanted, options.context)
+    multiply_strengths(loaded.model, options.times, options.others_times)
+    print(f"{len(texts)} books; {how}, times {options.times}, others times {options.others_times}", flush=True)
+    report(loaded.model, texts, options.distances)
+
+
+def report(model: NsmModel, texts: Tensor, distances: Sequence[int]) -> None:
+    """Prints loss and gains; on a CPU by its kernels in int8."""
+    subject: EvaluatedModel = model
+    if texts.device.type == "cpu":
+        subject = ExecutedModel(NativeExecutor(model, num_rows=len(texts)), model.state_spec)
+    with reading(subject, autocast=texts.device.type == "cuda"):
+        loss = sequence_losses(subject, texts[:, : LOSS_TOKENS + 1], subject.initial_state(len(texts))).mean(dim=1)
+        print(f"loss {float(loss.mean()):.4f}", flush=True)
+        for distance in distances:
+            gain = mean_estimate(passage_gains(subject, texts, distance).double().tolist())
             half = math.nan if gain.high is None else gain.high - gain.mean
             print(f"{distance:,} tokens back: {gain.mean:.4f} ± {half:.4f}", flush=True)
 

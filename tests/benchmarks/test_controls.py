@@ -22,7 +22,7 @@ PASSAGES = far_memory.cut(
 )
 
 
-def options(group: str, tmp_path: Path) -> argparse.Namespace:
+def options(tmp_path: Path) -> argparse.Namespace:
     paths = [
         "--data",
         "books",
@@ -33,7 +33,7 @@ def options(group: str, tmp_path: Path) -> argparse.Namespace:
         "--output",
         str(tmp_path / "r"),
     ]
-    return controls.build_parser().parse_args([group, *paths])
+    return controls.build_parser().parse_args(paths)
 
 
 @pytest.fixture
@@ -44,21 +44,17 @@ def model() -> NsmModel:
     return model.eval()
 
 
-@pytest.mark.parametrize(("group", "arm"), [(group, arm) for group, arms in controls.ARMS.items() for arm in arms])
-def test_every_arm_is_a_training_that_can_begin(group: str, arm: str, tmp_path: Path) -> None:
-    if arm == controls.START:
-        return
-    asked = options(group, tmp_path)
+@pytest.mark.parametrize("arm", controls.ARMS)
+def test_every_arm_is_a_training_that_can_begin(arm: str, tmp_path: Path) -> None:
+    asked = options(tmp_path)
     config = controls.config_of(arm, asked)
     tokens = config.steps * config.rows * config.seq_len
     assert 0.95 * asked.tokens < tokens <= asked.tokens
-    assert (config.start is None) == (group == "layers")
 
 
-def test_arms_of_a_group_have_directories_of_their_own(tmp_path: Path) -> None:
-    for group, arms in controls.ARMS.items():
-        outs = [controls.config_of(arm, options(group, tmp_path)).out for arm in arms if arm != controls.START]
-        assert len(set(outs)) == len(outs)
+def test_arms_have_directories_of_their_own(tmp_path: Path) -> None:
+    outs = [controls.config_of(arm, options(tmp_path)).out for arm in controls.ARMS]
+    assert len(set(outs)) == len(outs)
 
 
 @torch.no_grad()
@@ -116,6 +112,17 @@ def test_keeping_heads_write_what_is_wanted_on_average(model: NsmModel) -> None:
 
 
 @torch.no_grad()
+def test_odds_of_keeping_heads_and_of_others_are_multiplied_apart(model: NsmModel) -> None:
+    mixers = strengths.keyed_mixers(model)
+    before = [mixer.rates.bias[:4].exp() for mixer in mixers]
+    strengths.multiply_strengths(model, keeping=0.5, others=3.0)
+    for mixer, was in zip(mixers, before, strict=True):
+        factors = torch.full((4,), 3.0)
+        factors[keeping_numbers(mixer)] = 0.5
+        torch.testing.assert_close(mixer.rates.bias[:4].exp(), was * factors)
+
+
+@torch.no_grad()
 def test_passages_that_slots_hold_are_told_from_those_they_never_read(model: NsmModel) -> None:
     once = torch.randint(64, (1, 256), generator=torch.Generator().manual_seed(2))
     texts = once.repeat(1, 9)  # all passages are equal: a state that began after them has read the same
@@ -133,7 +140,7 @@ def test_samples_are_those_of_a_seed(model: NsmModel) -> None:
 
 
 def test_seeds_have_directories_of_their_own(tmp_path: Path) -> None:
-    asked = options("layers", tmp_path)
+    asked = options(tmp_path)
     first = controls.config_of("RWKV-7, heads of 64", asked)
     asked.extra = "--seed 1"
     second = controls.config_of("RWKV-7, heads of 64", asked)
