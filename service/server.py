@@ -170,7 +170,7 @@ def other_models(settings: Settings) -> list[OtherModel]:
         with naming("models"):
             fingerprint, _ = identify(path)
             if name in taken.values() or fingerprint in taken:
-                raise ConfigError(f"the model {name!r} is there twice, as {taken.get(fingerprint, name)!r} too")
+                raise ConfigError(f"the model {name!r} is given twice, also as {taken.get(fingerprint, name)!r}")
         taken[fingerprint] = name
         own = settings.model_copy(update={"model": path})
         others.append(

@@ -462,7 +462,7 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
         rest = name.upper().removeprefix(ENV_PREFIX)
         if name.upper().startswith(ENV_PREFIX) and rest not in known:
             if rest.lower() in FIXED:
-                raise ConfigError(f"{name} is no setting any more: {FIXED[rest.lower()]}")
+                raise ConfigError(f"{name} was removed: {FIXED[rest.lower()]}")
             # without the prefix, which makes any two short names look alike
             close = difflib.get_close_matches(rest, known, n=1)
             names = ", ".join(ENV_PREFIX + other for other in known)

@@ -44,7 +44,7 @@ class NvmlMeter:
             self._nvml.nvmlInit()
             self._devices = [_open(self._nvml, uuid, clock()) for uuid in uuids]
         except self._nvml.NVMLError as error:
-            raise ConfigError(f"NVML tells no energy: {error}") from error
+            raise ConfigError(f"NVML reports no energy: {error}") from error
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None

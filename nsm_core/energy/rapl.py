@@ -47,9 +47,9 @@ class RaplMeter:
             names = sorted(path.name for path in root.iterdir() if _ZONE.fullmatch(path.name))
             self._zones = [zone for name in names if (zone := _open(root / name)) is not None]
         except (OSError, ValueError) as error:
-            raise ConfigError(f"RAPL tells no energy: {error}") from error
+            raise ConfigError(f"RAPL reports no energy: {error}") from error
         if not self._zones:
-            raise ConfigError(f"RAPL tells no energy: no counter under {root}")
+            raise ConfigError(f"RAPL reports no energy: no counter under {root}")
 
     def read(self) -> tuple[EnergyUse, ...]:
         joules: dict[Source, float] = {}

@@ -332,7 +332,7 @@ class Worker:
     def _checked_ids(self, call: GenerateCall, name: str, ids: tuple[int, ...] | None) -> tuple[int, ...]:
         limit = self._config.max_prompt_tokens
         if ids is None:
-            raise InvalidRequest("a call has a text or token ids", param=name)
+            raise InvalidRequest("exactly one of text_input and input_ids is required", param=name)
         if len(ids) > limit:
             refuse(name, f"at most {limit} tokens", f"{len(ids)} tokens")
         self._limits.check_ids(call, ids)

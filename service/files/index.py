@@ -22,7 +22,7 @@ async def add_id(records: RecordStore, tenant: str, name: str, new_id: str, *, i
 
     def change(ids: list[str]) -> list[str]:
         if is_bounded and new_id not in ids and len(ids) >= MAX_IDS:
-            raise InvalidRequest(f"a tenant has at most {MAX_IDS} {name}, and has them all")
+            raise InvalidRequest(f"this tenant has {MAX_IDS} {name}, the maximum: delete some")
         return ids if new_id in ids else [*ids, new_id]
 
     await _change(records, tenant, name, change)

@@ -77,8 +77,8 @@ def tuned_for(file: SessionFile, backend: InferenceBackend) -> SessionFile:
         return file
     if numerics != NUMERICS:
         raise StateMismatch(
-            f"the state was computed as {numerics} from a tuned one, this server computes as {model.numerics}, and no "
-            "log leads to it"
+            f"the state was computed as {numerics} from a tuned one, and this server computes as {model.numerics}. It "
+            "has no log to rebuild it from: send it to a server of its class"
         )
     header = dataclasses.replace(snapshot.header, numerics=model.numerics)
     return dataclasses.replace(file, snapshot=Snapshot(header, snapshot.state))

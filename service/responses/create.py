@@ -243,7 +243,7 @@ def _gone(body: ContextFields, error: NotFound) -> NotFound:
     name = body.previous_response_id
     if name is None:
         return error
-    message = f"response {name!r} cannot be continued: its session was deleted, or taken back behind it"
+    message = f"response {name!r} cannot be continued: its session was deleted, or rewound past it"
     return NotFound(message, param="previous_response_id", code="previous_response_not_found")
 
 

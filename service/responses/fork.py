@@ -52,7 +52,7 @@ def _num_log_tokens(all_marks: Sequence[LogMark], position: LogPosition) -> int:
     marks = [mark for mark in all_marks if mark.version <= position.version]
     if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (position.version, position.num_log_tokens):
         raise NotFound(
-            f"session {position.session_id!r} was taken back behind version {position.version}",
+            f"session {position.session_id!r} was rewound past version {position.version}",
             code="session_not_found",
         )
     return position.num_log_tokens

@@ -24,7 +24,7 @@ class JobLibrary(WorkLibrary[Job]):
         num_open = sum(not one.has_ended for one in known)
         if num_open >= MAX_OPEN:
             raise QuotaExceeded(
-                f"a tenant has at most {MAX_OPEN} fine-tuning jobs that have not ended, and has them all"
+                f"this tenant has {MAX_OPEN} fine-tuning jobs that have not ended, the maximum: cancel one or wait"
             )
         if len(known) >= MAX_IDS:
             await self._forget(next(one for one in known if one.has_ended))

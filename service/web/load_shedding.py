@@ -50,7 +50,7 @@ class ShedLoad:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
         if scope["path"].endswith(NEEDING_MEMORY) and self.memory.is_low():
-            return Overloaded("little is left of the memory that the server may use")  # or the kernel ends it
+            return Overloaded("the server is short of memory: try again later")  # or the kernel ends it
         if self.backend is None or scope["path"] not in GENERATING:
             return None
         if "idempotency-key" in Headers(scope=scope):

@@ -79,7 +79,7 @@ class WorkLibrary(abc.ABC, Generic[WorkT]):
                 return await self._put(changed)
             except VersionConflict:
                 continue
-        raise NsmError(f"{self.noun} {work_id!r} is changed all the time")
+        raise NsmError(f"{self.noun} {work_id!r} changed again and again meanwhile: try again")
 
     async def _put(self, work: WorkT) -> WorkT:
         await self._records.put(

@@ -153,7 +153,7 @@ def test_name_before_the_first_model_is_a_setting_of_its_own(path: str) -> None:
         ("NSM_LOG_FORMAT", "xml", ["NSM_LOG_FORMAT", "'json'", "'xml'"]),
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S (--grace-s)", "0", "'-1'"]),
         ("NSM_PREFIX_CACHE_MB", "-1", ["NSM_PREFIX_CACHE_MB", "0", "'-1'"]),
-        ("NSM_DETACHED_S", "30", ["NSM_DETACHED_S is no setting any more: a turn has 300 seconds"]),
+        ("NSM_DETACHED_S", "30", ["NSM_DETACHED_S was removed: a turn has 300 seconds"]),
         ("NSM_OTLP_ENDPOINT", "http://collector:4318", ["unknown setting NSM_OTLP_ENDPOINT"]),
     ],
 )

@@ -138,7 +138,7 @@ class ProcessBackend:
         if self._writer is None:
             raise EngineDead("the engine's process is starting again")
         if self._heartbeat_age_s() >= HEARTBEAT_LIMIT_S:
-            raise EngineDead(f"the engine does not answer: nothing was heard of it for {self._heartbeat_age_s():.0f} s")
+            raise EngineDead(f"the engine does not answer: no sign of life for {self._heartbeat_age_s():.0f} s")
         if self.load >= self.max_requests:
             raise Overloaded(f"the queue is full: the engine takes {self.max_requests} requests")
 

@@ -205,7 +205,7 @@ class FileDatabase:
                 lambda: (shutil.disk_usage(self._path.parent), self._path.stat().st_size)
             )
         except OSError as error:
-            raise StoreUnavailable(f"the disk of {self._path} cannot be asked for its room: {error}") from error
+            raise StoreUnavailable(f"cannot read the free space of the disk of {self._path}: {error}") from error
         if self._max_bytes is None:
             return StoreRoom(kind="sqlite", num_free=usage.free, num_bytes=usage.total)
         left = max(0, self._max_bytes - used)

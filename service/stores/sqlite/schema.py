@@ -503,7 +503,9 @@ def _refuse_foreign_file(connection: sqlite3.Connection, path: Path) -> None:
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID and num_tables:
-        raise ConfigError(f"{path} is a database of another program")
+        raise ConfigError(
+            f"{path} is a database of another program: choose another file with NSM_STORE or NSM_DATA_DIR"
+        )
 
 
 def page_bytes(connection: sqlite3.Connection) -> int:

@@ -123,7 +123,7 @@ class RedisStateStore:
             if tenant is not None and self._keys.states(tenant.decode()).heads == heads:
                 return str(tenant.decode())
         raise SnapshotCorrupt(
-            f"the named states under {heads} do not tell their tenant: an older build stored them, and the tenant has "
+            f"the named states under {heads} do not name their tenant: an older build stored them, and the tenant has "
             "no session; make a session or a state for this tenant, or name the tenant"
         )
 

@@ -89,7 +89,7 @@ def test_several_gpus_are_one_source() -> None:
 
 def test_what_nvml_does_not_know_is_refused() -> None:
     clock = FakeClock()
-    with pytest.raises(ConfigError, match="NVML tells no energy: not found"):
+    with pytest.raises(ConfigError, match="NVML reports no energy: not found"):
         meter(clock, FakeNvml(clock), "GPU-9")
 
 

@@ -58,7 +58,7 @@ def test_a_counter_that_began_anew_goes_on(root: Path) -> None:
 
 
 def test_a_machine_without_counters_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="RAPL tells no energy"):
+    with pytest.raises(ConfigError, match="RAPL reports no energy"):
         RaplMeter(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no counter under"):
         RaplMeter(tmp_path)
@@ -66,5 +66,5 @@ def test_a_machine_without_counters_says_so(tmp_path: Path) -> None:
 
 def test_a_counter_that_is_no_number_is_refused(root: Path) -> None:
     (root / "intel-rapl:0" / "energy_uj").write_text("what\n")
-    with pytest.raises(ConfigError, match="RAPL tells no energy"):
+    with pytest.raises(ConfigError, match="RAPL reports no energy"):
         RaplMeter(root)

@@ -173,7 +173,7 @@ async def test_what_another_numerics_class_computed_from_it_is_refused(tuned: Tu
     other = dataclasses.replace(file, snapshot=dataclasses.replace(file.snapshot, header=header))
     refused = await post(tuned, "/v1/completions", prompt="", state=base64.b64encode(encode_file(other)).decode())
     assert (refused.status_code, error_of(refused)["code"]) == (409, "state_mismatch")
-    assert "no log leads to it" in error_of(refused)["message"]
+    assert "has no log to rebuild it from" in error_of(refused)["message"]
 
 
 async def test_tuned_state_is_exported_imported_and_shown_as_one(tuned: Tuned) -> None:

@@ -217,7 +217,7 @@ async def test_states_in_redis_that_do_not_tell_their_tenant_are_found_by_its_se
         await add(states, PUBLISHED, "shared")
         with redis_single.servers[0].client() as client:
             assert [client.hdel(key, "tenant") for key in client.scan_iter(f"{prefix}:*:state:*")] == [1, 1]
-        with pytest.raises(SnapshotCorrupt, match="do not tell their tenant"):
+        with pytest.raises(SnapshotCorrupt, match="do not name their tenant"):
             await states.list_tenants()
         await create(store, tenant="a")
         assert await states.list_tenants() == ("a", PUBLISHED)
