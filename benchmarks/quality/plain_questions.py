@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,11 +72,13 @@ def fact_texts(loaded: LoadedNsm, book: Sequence[int], count: int, longest: int)
             yield FactText(question, value, (*text, *book[middle : middle + longest]), len(text))
 
 
-def answers(loaded: LoadedNsm, texts: Sequence[FactText], distances: Sequence[int]) -> dict[tuple[int, int], str]:
-    """By text and distance. A text is read once; each question continues the state at its distance from the telling."""
+def answers(
+    loaded: LoadedNsm, texts: Sequence[FactText], distances: Sequence[int], threads: int = 1
+) -> Iterator[tuple[FactText, int, str]]:
+    """(text, distance, answer), as they come. A text is read once; questions continue its states at the distances."""
+    executor = functools.partial(NativeExecutor, num_threads=threads)
     config = EngineConfig(max_slots=32)
-    engine = Engine(loaded.model, loaded.tokenizer, fingerprint="", config=config, executor=NativeExecutor)
-    found = dict[tuple[int, int], str]()
+    engine = Engine(loaded.model, loaded.tokenizer, fingerprint="", config=config, executor=executor)
     for first in range(0, len(texts), AT_ONCE):
         for number in range(first, min(first + AT_ONCE, len(texts))):
             positions = tuple(texts[number].end + distance for distance in sorted(distances))
@@ -94,8 +97,7 @@ def answers(loaded: LoadedNsm, texts: Sequence[FactText], distances: Sequence[in
                     engine.add(_question(loaded, text, f"{name}:{event.position - text.end}", event))
                 elif isinstance(event, Finished) and event.end_state is not None:
                     number, distance = map(int, name.split(":"))
-                    found[number, distance] = loaded.tokenizer.decode(event.end_state.new_ids[-ANSWER_TOKENS:])
-    return found
+                    yield texts[number], distance, loaded.tokenizer.decode(event.end_state.new_ids[-ANSWER_TOKENS:])
 
 
 def _question(loaded: LoadedNsm, text: FactText, name: str, at: PromptState) -> GenerationRequest:
@@ -121,18 +123,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=BOOKS, help="corpus, for the first book of its validation split")
     parser.add_argument("--texts", type=int, default=TEXTS, help="of each way")
     parser.add_argument("--between", type=int, nargs="+", default=[BETWEEN], help="tokens")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--show", action="store_true", help="every answer")
     options = parser.parse_args()
     loaded = load_checkpoint(CHECKPOINTS / options.model)
     book = loaded.tokenizer.encode(next(iter(read_documents(options.data, "val"))).text)
     texts = list(fact_texts(loaded, book, options.texts, max(options.between)))
-    given = answers(loaded, texts, options.between)
     of_way = dict[tuple[str, int], list[tuple[bool, bool]]]()
-    for (number, distance), answer in sorted(given.items()):
-        text = texts[number]
+    for text, distance, answer in answers(loaded, texts, options.between, options.threads):
         of_way.setdefault((text.question, distance), []).append(is_right(text.value, answer))
         if options.show:
-            print(f"{text.question} [{text.value}] {distance:,} tokens later: {answer!r}")
+            print(f"{text.question} [{text.value}] {distance:,} tokens later: {answer!r}", flush=True)
     heads = [f"{distance:,} tokens later: right | to the end" for distance in options.between]
     print(f"| asked | {' | '.join(heads)} |\n| --- |{' ---: | ---: |' * len(heads)}")
     ways = [question for _, question in NUMBERS + NAMED]

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from nsm_lab.evaluation.history.__main__ import main
+from nsm_lab.evaluation.history.estimates import mean_estimate
+from nsm_lab.evaluation.history.fresh_starts import FreshStart, FreshStartResult
 from nsm_lab.evaluation.history.key_tasks import KeyTask
 from nsm_lab.evaluation.history.measure import HistoryResult, HistorySettings, measure_history
 from nsm_lab.evaluation.history.stored import history_from_fields
+from nsm_lab.evaluation.history.together import gains_together
 from tests.nsm_lab.evaluation.history.memories import Memory, random_texts
 
 SETTINGS = HistorySettings(
@@ -57,3 +60,33 @@ def test_comparison_names_a_report_without_history(tmp_path: Path, capsys: pytes
     assert "plain.json is not the report of an evaluation with history" in capsys.readouterr().err
     assert main([str(tmp_path / "plain.json"), str(tmp_path / "plain.json")]) == 1
     assert "each of 2 reports needs a name of its own" in capsys.readouterr().err
+
+
+def test_one_model_on_two_sets_of_documents_has_the_gain_of_all_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = random_texts(5, 1700)
+    settings = HistorySettings(starts=(50,), spans=(200,), repeat_distances=(), key_contexts=())
+    for label, part in {"first": texts[:2], "rest": texts[2:], "whole": texts}.items():
+        result = measure_history(Memory(8192), part, TASKS, reach=8192, settings=settings)
+        (tmp_path / f"{label}.json").write_text(json.dumps({"history": dataclasses.asdict(result)}), "utf-8")
+    rows = []
+    for labels in (("first", "rest"), ("whole",)):
+        assert main([*(str(tmp_path / f"{label}.json") for label in labels), "--together"]) == 0
+        rows.append(capsys.readouterr().out.splitlines()[-1])
+    assert rows[0].startswith("| 50 | 5 | ")
+    assert rows[0] == rows[1]
+
+
+def test_gains_on_other_spans_are_not_put_together() -> None:
+    estimate = mean_estimate([0.1, 0.2])
+    results = [
+        FreshStartResult(
+            spans=spans,
+            span_len=64,
+            loss=estimate,
+            starts=tuple(FreshStart(start=start, is_beyond_windows=True, gain=estimate) for start in (100, 300)),
+        )
+        for spans in ((200, 600), (600,))
+    ]
+    assert set(gains_together(results)) == {300}
