@@ -69,12 +69,16 @@ def sound(raw: bytes | None) -> bytes | None:
     return raw
 
 
+# Of the decoding of stored bytes: bytes that nobody wrote so are damage, and no fault of the code
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, struct.error, zlib.error)
+
+
 @contextlib.contextmanager
 def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> Iterator[None]:
-    """Around the decoding of stored bytes: bytes that nobody wrote so are damage, and no fault of the code."""
+    """Around the decoding of stored bytes."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, struct.error, zlib.error) as cause:
+    except DAMAGE as cause:
         raise error(f"{what} is damaged") from cause
 
 

@@ -53,6 +53,7 @@ from service.stores.sessions.sqlite_statements import (
     get_log,
     get_marks,
     get_retained,
+    get_row,
     get_snapshot,
     get_tail,
     has_version,
@@ -68,7 +69,7 @@ from service.stores.sessions.sqlite_statements import (
     require_log,
     require_log_end,
     take,
-    writable_head,
+    writable_row,
 )
 from service.stores.sessions.sqlite_turns import (
     SqliteTurns,
@@ -182,20 +183,21 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> LeasedSession:
             with unsynced_transaction(connection):  # a power cut ends its turn as well
                 now = self._clock()
-                head = get_head(connection, key, now)
+                row = get_row(connection, key, now)
+                head = row.head
                 is_known = known == (head.created_at, head.version)
                 tail = None
                 if is_known:
-                    require_log_end(connection, head)
+                    require_log_end(connection, row)
                 else:
                     require_log(connection, head)
                     tail = get_tail(connection, head)
-                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
+                lease = take(connection, row, holder=holder, now=now, lease_s=lease_s, processes=processes)
                 retained = get_retained(connection, head)
                 record = None
                 if start is not None:
                     record = find_or_begin(
-                        connection, head, start, max_records=max_records, ends_abandoned=False, now=now
+                        connection, row, start, max_records=max_records, ends_abandoned=False, now=now
                     )
                 raw = None if is_known else get_snapshot(connection, key, head.snapshot_version)
             stored = StoredSession(head=head, snapshot=None) if tail is None else checked(head, raw, tail)
@@ -221,8 +223,9 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection, retention: Retention = commit.retention) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
-                head = writable_head(connection, lease, commit.expected_version, now)
-                end_running(connection, head, commit.turn, now)
+                row = writable_row(connection, lease, commit.expected_version, now)
+                head = row.head
+                end_running(connection, row, commit.turn, now)
                 if commit.after is not None:
                     head = cut_behind(connection, head, commit.after)
                 append_new(connection, head, commit)
@@ -286,8 +289,9 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
-                head = writable_head(connection, lease, rewind.expected_version, now)
-                end_running(connection, head, None, now)
+                row = writable_row(connection, lease, rewind.expected_version, now)
+                head = row.head
+                end_running(connection, row, None, now)
                 last_version = cut_log(connection, head, rewind)
                 drop_results(connection, head, last_version)
                 cut_retained(connection, head, rewind)

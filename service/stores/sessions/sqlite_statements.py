@@ -9,14 +9,14 @@ import dataclasses
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nsm_core.errors import LogCorrupt, NotFound
+from nsm_core.errors import LogCorrupt, NotFound, SnapshotCorrupt
 from nsm_core.hashing import checksum
 from service.stores.sessions.base import Commit, Lease, LogMark, LogPoint, LogTail, Rewind, SessionHead
-from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, decoding, encode_ids, expiry
+from service.stores.sessions.codec import DAMAGE, TOKEN_BYTES, decode_ids, decoding, encode_ids, expiry
 from service.stores.sessions.errors import (
     already_exists,
     lease_lost,
@@ -28,6 +28,7 @@ from service.stores.sessions.errors import (
 )
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention, Shedding
+from service.stores.sessions.turn_records import turn_not_found
 from service.stores.sqlite.connection import empty_write_ahead_log, transaction
 from service.stores.sqlite.process_lock import Processes
 
@@ -36,6 +37,17 @@ HEAD_COLUMNS = (
     "snapshot_bytes, ttl_s, expires_at, forked_from, snapshot_version, snapshot_position, tokenizer_fingerprint, "
     "numerics, energy_joules, replica"
 )
+_HEAD_NAMES = HEAD_COLUMNS.split(", ")
+_LEASE_COLUMNS = "number, fence, lease_holder, lease_owner, lease_expires_at"
+_RUNNING_COLUMNS = (
+    "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order, "
+    "records_due_at"
+)
+# After a disk that lied they may be others
+_RUNNING_TYPES: tuple[Any, ...] = (str, (str, type(None)), str, int, bytes, int, int, int, (float, type(None)))
+_ROW_COLUMNS = f"{HEAD_COLUMNS}, {_LEASE_COLUMNS}, {_RUNNING_COLUMNS}"
+_LEASE_END = len(_HEAD_NAMES) + len(_LEASE_COLUMNS.split(", "))
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
 REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
 BY_KEY = ("snapshots", "older_snapshots")  # tables whose rows have the session's key
 BY_ROW_ID = ("log_chunks", "turns", "turn_chunks")  # and those whose row ids begin with its number
@@ -45,13 +57,74 @@ VERSION = "(row_id & 4294967295)"  # of a row of log_chunks
 EXISTS = "(expires_at IS NULL OR max(expires_at, lease_expires_at) > ?)"  # at a time
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunningTurn:
+    """The record of the running turn, which is in its session's row. `row_id`: where it goes in `turns` at its end.
+    `records_due_at`: when the first of the session's records expires.
+    """
+
+    turn_id: str
+    identity: str | None
+    digest: str
+    base_version: int
+    request: bytes
+    is_cancel_wanted: int
+    row_id: int
+    order: int
+    records_due_at: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionRow:
+    """What the transactions of a turn read of a session, by one query. `lease`: its _LEASE_COLUMNS but the first."""
+
+    head: SessionHead
+    number: int
+    lease: tuple[Any, ...]
+    running: RunningTurn | None
+
+
 def head_of(row: tuple[Any, ...]) -> SessionHead:
     """A row of HEAD_COLUMNS, which are in the dataclass's order."""
-    names = HEAD_COLUMNS.split(", ")
-    fields = dict(zip(names, row, strict=True))
-    with decoding(f"the head of session {fields['session_id']!r}"):
-        fields["metadata"] = MappingProxyType(dict(json.loads(fields["metadata"])))
+    fields = dict(zip(_HEAD_NAMES, row, strict=True))
+    try:  # not `decoding`, which takes as long again
+        raw = fields["metadata"]
+        fields["metadata"] = _NO_METADATA if raw == "{}" else MappingProxyType(dict(json.loads(raw)))
         return SessionHead(**fields)
+    except DAMAGE as cause:
+        raise SnapshotCorrupt(f"the head of session {fields['session_id']!r} is damaged") from cause
+
+
+def _row_of(values: tuple[Any, ...]) -> SessionRow:
+    """A row of _ROW_COLUMNS. Raises SnapshotCorrupt."""
+    number, *lease = values[len(_HEAD_NAMES) : _LEASE_END]
+    head = head_of(values[: len(_HEAD_NAMES)])
+    return SessionRow(head, number, tuple(lease), _running_of(head.session_id, values[_LEASE_END:]))
+
+
+def _running_of(session_id: str, values: tuple[Any, ...]) -> RunningTurn | None:
+    """_RUNNING_COLUMNS of a session's row. Raises SnapshotCorrupt."""
+    if values[0] is None:
+        return None
+    if not all(map(isinstance, values, _RUNNING_TYPES)):
+        raise SnapshotCorrupt(f"the running turn of session {session_id!r} is damaged")
+    return RunningTurn(*values)
+
+
+def get_running(connection: sqlite3.Connection, key: SessionKey) -> RunningTurn | None:
+    """Of a session that exists."""
+    query = f"SELECT {_RUNNING_COLUMNS} FROM sessions WHERE {ONE} AND turn_id IS NOT NULL"
+    values = connection.execute(query, key).fetchone()
+    return None if values is None else _running_of(key.session_id, values)
+
+
+def get_row(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionRow:
+    """Raises NotFound."""
+    query = f"SELECT {_ROW_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
+    values = connection.execute(query, (*key, now)).fetchone()
+    if values is None:
+        raise missing(connection, key)
+    return _row_of(values)
 
 
 def row_id_of(number: int, index: int) -> int:
@@ -253,11 +326,12 @@ def require_log(connection: sqlite3.Connection, head: SessionHead) -> None:
         raise log_corrupt(head, f"it ends at version {version}, the session is at {head.version}")
 
 
-def require_log_end(connection: sqlite3.Connection, head: SessionHead) -> None:
+def require_log_end(connection: sqlite3.Connection, row: SessionRow) -> None:
     """`require_log` for a caller that needs no more of the log: of its newest part alone. Raises LogCorrupt."""
+    head = row.head
     query = f"SELECT {VERSION}, ids, checksum FROM log_chunks WHERE {OWN} ORDER BY row_id DESC LIMIT 1"
-    row = connection.execute(query, row_ids_of(connection, head.key)).fetchone()
-    version, ids, stored = row or (0, b"", checksum(b""))
+    found = connection.execute(query, row_ids_of_number(row.number)).fetchone()
+    version, ids, stored = found or (0, b"", checksum(b""))
     if version != head.version:
         raise log_corrupt(head, f"it ends at version {version}, the session is at {head.version}")
     if checksum(ids) != stored:
@@ -309,7 +383,7 @@ _HELD = f"{ONE} AND {_IS_HELD}"
 
 def take(
     connection: sqlite3.Connection,
-    head: SessionHead,
+    row: SessionRow,
     *,
     holder: str,
     now: float,
@@ -317,16 +391,14 @@ def take(
     processes: Processes,
 ) -> Lease:
     """Raises SessionBusy while another lease lives and the store that took it is open."""
-    key = head.key
-    query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
-    fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
+    head, (fence, old_holder, old_owner, old_expires_at) = row.head, row.lease
     with decoding(f"the lease of session {head.session_id!r}"):
         fence, left_s = int(fence), float(old_expires_at) - now
     if old_holder is not None and left_s > 0 and not processes.is_gone(old_owner):
         raise session_busy(head.session_id, left_s)
     connection.execute(
         f"UPDATE sessions SET fence = ?, lease_holder = ?, lease_owner = ?, lease_expires_at = ? WHERE {ONE}",
-        (fence + 1, holder, processes.name, now + lease_s, *key),
+        (fence + 1, holder, processes.name, now + lease_s, *head.key),
     )
     return Lease(
         tenant=head.tenant,
@@ -365,23 +437,43 @@ def lease_left_s(connection: sqlite3.Connection, key: SessionKey, *, now: float,
     return float(expires_at - now)
 
 
-def held_head(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionHead:
-    """The head of the session that `lease` holds. Raises NotFound or LeaseLost."""
-    query = f"SELECT {HEAD_COLUMNS}, {_IS_HELD} FROM sessions WHERE {ONE} AND {EXISTS}"
+def held_row(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionRow:
+    """The row of the session that `lease` holds. Raises NotFound or LeaseLost."""
+    query = f"SELECT {_ROW_COLUMNS}, {_IS_HELD} FROM sessions WHERE {ONE} AND {EXISTS}"
     held = (lease.created_at, lease.holder, lease.fence)
-    row = connection.execute(query, (*held, *lease.key, now)).fetchone()
-    if row is None:
+    values = connection.execute(query, (*held, *lease.key, now)).fetchone()
+    if values is None:
         raise missing(connection, lease.key)
-    if not row[-1]:
+    if not values[-1]:
         raise lease_lost(lease)
-    return head_of(row[:-1])
+    return _row_of(values[:-1])
 
 
-def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:
-    """The head that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
-    head = held_head(connection, lease, now)
-    require_version(head, expected_version)
-    return head
+def held_chunks(connection: sqlite3.Connection, lease: Lease, turn_id: str, now: float) -> tuple[int, int, bool]:
+    """Of the running turn of the session that `lease` holds: the session's number, how many chunks of tokens it has,
+    and whether a cancel is wanted. Raises NotFound, also where another turn runs, or LeaseLost.
+    """
+    num_chunks = "SELECT count(*) FROM turn_chunks WHERE row_id BETWEEN number << 32 AND number << 32 | 4294967295"
+    query = (
+        f"SELECT number, turn_id, is_cancel_wanted, {_IS_HELD}, ({num_chunks}) FROM sessions WHERE {ONE} AND {EXISTS}"
+    )
+    held = (lease.created_at, lease.holder, lease.fence)
+    values = connection.execute(query, (*held, *lease.key, now)).fetchone()
+    if values is None:
+        raise missing(connection, lease.key)
+    number, running_id, is_cancel_wanted, is_held, num_written = values
+    if not is_held:
+        raise lease_lost(lease)
+    if running_id != turn_id:
+        raise turn_not_found(turn_id)
+    return number, num_written, bool(is_cancel_wanted)
+
+
+def writable_row(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionRow:
+    """The row that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
+    row = held_row(connection, lease, now)
+    require_version(row.head, expected_version)
+    return row
 
 
 def move_head(

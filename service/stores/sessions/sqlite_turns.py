@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.codec import decoding
@@ -17,10 +17,15 @@ from service.stores.sessions.sqlite_statements import (
     NO_TURN,
     ONE,
     OWN,
+    RunningTurn,
+    SessionRow,
     free_whoever,
-    get_head,
-    held_head,
+    get_row,
+    get_running,
+    held_chunks,
+    held_row,
     lease_left_s,
+    row_id_of,
     row_ids_beside,
     row_ids_of,
     row_ids_of_number,
@@ -37,12 +42,6 @@ from service.stores.sessions.turn_records import (
 from service.stores.sqlite.connection import reading, transaction, unsynced_transaction
 from service.stores.sqlite.database import Database
 
-_RUNNING = (
-    "turn_id, turn_identity, turn_digest, turn_base_version, turn_request, is_cancel_wanted, turn_row_id, turn_order, "
-    "records_due_at"
-)
-# After a disk that lied they may be others
-_RUNNING_TYPES: tuple[Any, ...] = (str, (str, type(None)), str, int, bytes, int, int, int, (float, type(None)))
 _ENDED = "turn_id, identity, digest, base_version, status, result"
 _CURRENT = "expires_at > ?"  # at a time
 # Not OR REPLACE: rows that it removes reach no trigger
@@ -53,21 +52,15 @@ _PUT_RECORD = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Running:
-    """The record of the running turn, which is in its session's row. `row_id`: where it goes in `turns` at its end.
-    `records_due_at`: when the first of the session's records expires.
-    """
+class _Ended(NamedTuple):
+    """The first columns of a turn's record, which need no other page than the first."""
 
+    row_id: int
+    order: Any  # an int, unless the disk lied
     turn_id: str
     identity: str | None
     digest: str
-    base_version: int
-    request: bytes
-    is_cancel_wanted: int
-    row_id: int
-    order: int
-    records_due_at: float | None
+    status: str
 
 
 class SqliteTurns:
@@ -83,9 +76,9 @@ class SqliteTurns:
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with unsynced_transaction(connection):
                 now = self._clock()
-                head = held_head(connection, lease, now)
+                row = held_row(connection, lease, now)
                 return find_or_begin(
-                    connection, head, start, max_records=max_records, ends_abandoned=ends_abandoned, now=now
+                    connection, row, start, max_records=max_records, ends_abandoned=ends_abandoned, now=now
                 )
 
         return await self._database.write_short(work, is_synced=False)
@@ -93,8 +86,13 @@ class SqliteTurns:
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
         def work(connection: sqlite3.Connection) -> bool:
             with unsynced_transaction(connection):
-                head = held_head(connection, lease, self._clock())
-                return _append(connection, head, turn_id, index, chunk)
+                number, num_chunks, is_cancel_wanted = held_chunks(connection, lease, turn_id, self._clock())
+                if index > num_chunks:
+                    raise turn_not_found(turn_id)
+                if index == num_chunks:
+                    values = (row_id_of(number, index), chunk, lease.tenant)
+                    connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?)", values)
+                return is_cancel_wanted
 
         return await self._database.write_short(work, is_synced=False)
 
@@ -102,24 +100,24 @@ class SqliteTurns:
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 now = self._clock()
-                head = held_head(connection, lease, now)
-                running = _get_running(connection, head.key)
+                row = held_row(connection, lease, now)
+                running = row.running
                 if running is not None and running.turn_id == ended.turn_id:
-                    _end_record(connection, head, running, status, ended.result, now + ended.ttl_s)
-                    _stop(connection, head.key)
+                    _end_record(connection, row.head, running, status, ended.result, now + ended.ttl_s)
+                    _stop(connection, row.head.key)
 
         await self._database.write_short(work, is_synced=True)
 
     async def forget_turn(self, lease: Lease, turn_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
             with unsynced_transaction(connection):
-                head = held_head(connection, lease, self._clock())
-                running = _get_running(connection, head.key)
+                row = held_row(connection, lease, self._clock())
+                running = row.running
                 if running is not None and running.turn_id == turn_id:
                     _drop_chunks(connection, running)
-                    _stop(connection, head.key)
+                    _stop(connection, row.head.key)
                 else:
-                    row_ids = row_ids_of(connection, head.key)
+                    row_ids = row_ids_of_number(row.number)
                     connection.execute(f"DELETE FROM turns WHERE {OWN} AND turn_id = ?", (*row_ids, turn_id))
 
         await self._database.write_short(work, is_synced=False)
@@ -157,8 +155,8 @@ class SqliteTurns:
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with transaction(connection):
                 now = self._clock()
-                head = get_head(connection, key, now)
-                running = _get_running(connection, key)
+                row = get_row(connection, key, now)
+                head, running = row.head, row.running
                 if running is None:
                     return None
                 left_s = lease_left_s(connection, head.key, now=now, processes=processes)
@@ -175,7 +173,7 @@ class SqliteTurns:
 
 def find_or_begin(
     connection: sqlite3.Connection,
-    head: SessionHead,
+    row: SessionRow,
     start: TurnStart,
     *,
     max_records: int,
@@ -183,8 +181,8 @@ def find_or_begin(
     now: float,
 ) -> TurnRecord | None:
     """See `TurnStore.begin_turn`; inside the caller's transaction, which holds the lease."""
-    running = _get_running(connection, head.key)
-    found = _find_for(connection, head, start, running, now)
+    head, running, ended = row.head, row.running, _list_ended(connection, row)
+    found = _find_for(connection, row, start, ended, now)
     if found is not None:
         return found
     if start.base_version is not None:
@@ -194,18 +192,19 @@ def find_or_begin(
         return None
     if running is not None:
         _end_record(connection, head, running, "failed", None, now + ABANDONED_S)
-    return _begin(connection, head, start, max_records=max_records)
+        ended = _list_ended(connection, row)
+    return _begin(connection, row, start, ended, max_records=max_records)
 
 
-def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
+def end_running(connection: sqlite3.Connection, row: SessionRow, committed: EndedTurn | None, now: float) -> None:
     """The session moves on, by `committed` or something else. Inside the caller's transaction; `move_head` follows."""
-    running = _get_running(connection, head.key)
+    running = row.running
     if running is None:
         return
     if committed is not None and committed.turn_id == running.turn_id:
-        _end_record(connection, head, running, "committed", committed.result, now + committed.ttl_s)
+        _end_record(connection, row.head, running, "committed", committed.result, now + committed.ttl_s)
     else:
-        _end_record(connection, head, running, "failed", None, now + ABANDONED_S)
+        _end_record(connection, row.head, running, "failed", None, now + ABANDONED_S)
 
 
 def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version: int) -> None:
@@ -227,72 +226,72 @@ def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
         connection.execute(f"UPDATE sessions SET records_due_at = ({first}) WHERE number = ?", (*row_ids, number))
 
 
+def _list_ended(connection: sqlite3.Connection, row: SessionRow) -> list[_Ended]:
+    """The session's records of turns that have ended, the oldest first."""
+    query = f"SELECT row_id, turn_order, turn_id, identity, digest, status FROM turns WHERE {OWN} ORDER BY turn_order"
+    return [_Ended(*values) for values in connection.execute(query, row_ids_of_number(row.number))]
+
+
 def _find_for(
-    connection: sqlite3.Connection, head: SessionHead, start: TurnStart, running: _Running | None, now: float
+    connection: sqlite3.Connection, row: SessionRow, start: TurnStart, ended: Sequence[_Ended], now: float
 ) -> TurnRecord | None:
     """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
     has with another digest.
     """
+    running = row.running
     if running is not None and (
         running.turn_id == start.turn_id or (start.identity is not None and running.identity == start.identity)
     ):
-        return _running_record(connection, head.key, running, 0, 0.0)
+        return _running_record(connection, row.head.key, running, 0, 0.0)
     if start.identity is None:
         return None
-    query = (
-        f"SELECT {_ENDED} FROM turns WHERE {OWN} AND identity = ? AND (status = 'committed' OR digest != ?) "
-        f"AND {_CURRENT} ORDER BY turn_order DESC LIMIT 1"
-    )
-    row_ids = row_ids_of(connection, head.key)
-    return _ended_record(connection.execute(query, (*row_ids, start.identity, start.digest, now)).fetchone(), 0.0)
+    for record in reversed(ended):
+        if record.identity == start.identity and (record.status == "committed" or record.digest != start.digest):
+            query = f"SELECT {_ENDED} FROM turns WHERE row_id = ? AND {_CURRENT}"
+            values = connection.execute(query, (record.row_id, now)).fetchone()
+            if values is not None:
+                return _ended_record(values, 0.0)
+    return None
 
 
-def _begin(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int) -> TurnRecord:
-    row_id, order = _next_row_id(connection, head.key, start.turn_id, max_records=max_records)
+def _begin(
+    connection: sqlite3.Connection, row: SessionRow, start: TurnStart, ended: Sequence[_Ended], *, max_records: int
+) -> TurnRecord:
+    row_id, order = _next_row_id(connection, row, start.turn_id, ended, max_records=max_records)
     connection.execute(
         "UPDATE sessions SET turn_id = ?, turn_identity = ?, turn_digest = ?, turn_base_version = ?, turn_row_id = ?, "
         f"turn_order = ?, is_cancel_wanted = 0, turn_request = ? WHERE {ONE}",
-        (start.turn_id, start.identity, start.digest, head.version, row_id, order, start.request, *head.key),
+        (
+            *(start.turn_id, start.identity, start.digest, row.head.version, row_id, order, start.request),
+            *row.head.key,
+        ),
     )
-    return started(start, head.version)
+    return started(start, row.head.version)
 
 
-def _next_row_id(connection: sqlite3.Connection, key: SessionKey, turn_id: str, *, max_records: int) -> tuple[int, int]:
+def _next_row_id(
+    connection: sqlite3.Connection, row: SessionRow, turn_id: str, ended: Sequence[_Ended], *, max_records: int
+) -> tuple[int, int]:
     """Row id and order of a turn that begins. It takes the row of the oldest record if there are as many as may be,
     which stays until it ends: so a turn that begins writes no page of records.
     """
-    first, last = row_ids_of(connection, key)
-    query = f"SELECT row_id, turn_order, turn_id FROM turns WHERE {OWN} ORDER BY turn_order"
-    found = connection.execute(query, (first, last)).fetchall()
-    with decoding(f"a turn record of session {key.session_id!r}"):
-        order = found[-1][1] + 1 if found else 1
-    same = [row_id for row_id, _, name in found if name == turn_id]
-    row_ids = [row_id for row_id, _, _ in found if row_id not in same]
+    with decoding(f"a turn record of session {row.head.session_id!r}"):
+        order = ended[-1].order + 1 if ended else 1
+    same = [record.row_id for record in ended if record.turn_id == turn_id]
+    row_ids = [record.row_id for record in ended if record.row_id not in same]
     num_over = len(row_ids) - (max_records - 1)
     for row_id in [*same, *row_ids[: max(0, num_over - 1)]]:  # a retry under the same id, or fewer may be than before
         connection.execute("DELETE FROM turns WHERE row_id = ?", (row_id,))
     if num_over > 0:
         return row_ids[num_over - 1], order
+    first, last = row_ids_of_number(row.number)
     return next(row_id for row_id in range(first, last) if row_id not in row_ids), order
-
-
-def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, index: int, chunk: bytes) -> bool:
-    running = _get_running(connection, head.key)
-    if running is None or running.turn_id != turn_id:
-        raise turn_not_found(turn_id)
-    first, last = row_ids_of(connection, head.key)
-    (num_chunks,) = connection.execute(f"SELECT count(*) FROM turn_chunks WHERE {OWN}", (first, last)).fetchone()
-    if index > num_chunks:
-        raise turn_not_found(turn_id)
-    if index == num_chunks:
-        connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?)", (first | index, chunk, head.tenant))
-    return bool(running.is_cancel_wanted)
 
 
 def _end_record(
     connection: sqlite3.Connection,
     head: SessionHead,
-    running: _Running,
+    running: RunningTurn,
     status: TurnStatus,
     result: bytes | None,
     expires_at: float,
@@ -310,7 +309,7 @@ def _end_record(
         connection.execute(f"UPDATE sessions SET records_due_at = ? WHERE {ONE}", (expires_at, *head.key))
 
 
-def _drop_chunks(connection: sqlite3.Connection, running: _Running) -> None:
+def _drop_chunks(connection: sqlite3.Connection, running: RunningTurn) -> None:
     connection.execute(f"DELETE FROM turn_chunks WHERE {OWN}", row_ids_beside(running.row_id))
 
 
@@ -319,21 +318,10 @@ def _stop(connection: sqlite3.Connection, key: SessionKey) -> None:
     connection.execute(f"UPDATE sessions SET {NO_TURN} WHERE {ONE}", key)
 
 
-def _get_running(connection: sqlite3.Connection, key: SessionKey) -> _Running | None:
-    query = f"SELECT {_RUNNING} FROM sessions WHERE {ONE} AND turn_id IS NOT NULL"
-    row = connection.execute(query, key).fetchone()
-    if row is None:
-        return None
-    with decoding(f"the running turn of session {key.session_id!r}"):
-        if not all(isinstance(value, kind) for value, kind in zip(row, _RUNNING_TYPES, strict=True)):
-            raise TypeError("a column has another type than its table")
-        return _Running(*row)
-
-
 def _find(
     connection: sqlite3.Connection, key: SessionKey, turn_id: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
-    running = _get_running(connection, key)
+    running = get_running(connection, key)
     if running is not None and running.turn_id == turn_id:
         return _running_record(connection, key, running, first_chunk, left_s)
     query = f"SELECT {_ENDED} FROM turns WHERE {OWN} AND turn_id = ? AND {_CURRENT}"
@@ -343,7 +331,7 @@ def _find(
 def _find_repeatable(
     connection: sqlite3.Connection, key: SessionKey, identity: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
-    running = _get_running(connection, key)
+    running = get_running(connection, key)
     if running is not None and running.identity == identity:
         return _running_record(connection, key, running, first_chunk, left_s)
     query = (
@@ -354,7 +342,7 @@ def _find_repeatable(
 
 
 def _running_record(
-    connection: sqlite3.Connection, key: SessionKey, running: _Running, first_chunk: int, left_s: float
+    connection: sqlite3.Connection, key: SessionKey, running: RunningTurn, first_chunk: int, left_s: float
 ) -> TurnRecord:
     first, last = row_ids_of(connection, key)
     query = f"SELECT chunk FROM turn_chunks WHERE {OWN} ORDER BY row_id"

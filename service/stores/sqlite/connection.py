@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
-from service.stores.sqlite.schema import MEMORY, connect, connect_memory, is_busy
+from service.stores.sqlite.schema import MEMORY, StoreConnection, connect, connect_memory, is_busy
 
 # How a transaction begins, is committed and taken back
 _WHOLE = ("COMMIT", ("ROLLBACK",))
@@ -22,6 +22,10 @@ NO_TABLE = "no such table"  # SQLite has no code of its own for it
 FULL = "the session store is full: delete sessions, or free its disk (the server's log has the path)"
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
+
+
+class LockTaken(Exception):
+    """Another process has the write lock, and the connection does not wait for it."""
 
 
 class ConnectionThread:
@@ -84,35 +88,59 @@ def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk. So the
     stamp, which says what a restart must find, stays.
     """
-    with shared_transaction(connection, is_synced=connection.in_transaction):
+    is_part = connection.in_transaction
+    with contextlib.nullcontext() if is_part else _waiting_for_no_disk(connection), _committed(connection):
         yield
 
 
 @contextlib.contextmanager
-def shared_transaction(connection: sqlite3.Connection, *, is_synced: bool) -> Iterator[None]:
-    """The transactions inside are parts of one, which commits them all at its end: on the disk if `is_synced`. One that
-    raises is taken back alone, if its error is caught; errors of SQLite must not be.
+def shared_transaction(connection: sqlite3.Connection, *, is_synced: Callable[[], bool]) -> Iterator[None]:
+    """The transactions inside are parts of one, which commits them all at its end. One that raises is taken back alone,
+    if its error is caught; errors of SQLite must not be.
+
+    `is_synced`: whether the end has to be on the disk. It is asked before each try to take the write lock.
     """
-    if is_synced:
-        with _committed(connection):
+    with contextlib.ExitStack() as level:
+
+        def set_level() -> None:
+            level.close()
+            if not is_synced():
+                level.enter_context(_waiting_for_no_disk(connection))
+
+        with _committed(connection, before_try=set_level):
             yield
-        return
+
+
+@contextlib.contextmanager
+def _waiting_for_no_disk(connection: sqlite3.Connection) -> Iterator[None]:
+    """Of a transaction that begins and ends inside."""
     connection.execute("PRAGMA synchronous = NORMAL")
     try:
-        with _committed(connection):
-            yield
+        yield
     finally:
         connection.execute("PRAGMA synchronous = FULL")
 
 
 @contextlib.contextmanager
-def _committed(connection: sqlite3.Connection) -> Iterator[None]:
+def not_waiting(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction inside raises LockTaken instead of waiting for another process."""
+    if not isinstance(connection, StoreConnection):
+        raise TypeError("only a connection of `schema.connect` can be told not to wait")
+    connection.waits_for_lock = False
+    try:
+        yield
+    finally:
+        connection.waits_for_lock = True
+
+
+@contextlib.contextmanager
+def _committed(connection: sqlite3.Connection, *, before_try: Callable[[], None] | None = None) -> Iterator[None]:
     """Within a transaction that is under way it is a part of that one."""
     commit, rollback = _PART if connection.in_transaction else _WHOLE
     if connection.in_transaction:
         connection.execute("SAVEPOINT part")
     else:
-        _begin_writing(connection)
+        _begin_writing(connection, before_try)
     try:
         yield
         connection.execute(commit)
@@ -123,7 +151,7 @@ def _committed(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _begin_writing(connection: sqlite3.Connection) -> None:
+def _begin_writing(connection: sqlite3.Connection, before_try: Callable[[], None] | None) -> None:
     """Waits for other processes as long as the connection's timeout says, but with short pauses: SQLite's own grow to
     0.1 s, so that of many processes some wait for seconds while the lock is often free.
     """
@@ -132,12 +160,16 @@ def _begin_writing(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout = 0")
     try:
         while True:
+            if before_try is not None:
+                before_try()
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
                 if not is_busy(error) or time.monotonic() > last_try:
                     raise
+                if isinstance(connection, StoreConnection) and not connection.waits_for_lock:
+                    raise LockTaken from error
             time.sleep(LOCK_POLL_S)
     finally:
         connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")

@@ -1,6 +1,7 @@
 """Short writes that wait at the same time share one transaction: its commit costs the same for one as for many.
 
-Each keeps its own result or error, and hears of it after the commit that has them all.
+Each keeps its own result or error, and hears of it after the commit that has them all. While another process writes,
+those that come wait together: they are in the next transaction, not in the one after.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nsm_core.errors import NsmError
-from service.stores.sqlite.connection import ConnectionThread, Result, Work, shared_transaction
+from service.stores.sqlite.connection import (
+    ConnectionThread,
+    LockTaken,
+    Result,
+    Work,
+    not_waiting,
+    shared_transaction,
+)
+from service.stores.sqlite.schema import is_busy
 
 MAX_WRITES = 64  # in one transaction
 Alone = Callable[[sqlite3.Connection, Work[Any]], Any]  # makes a write with all that belongs to it
@@ -88,31 +97,54 @@ class GroupCommit:
             with contextlib.suppress(RuntimeError):  # the loop was closed before: nobody waits
                 loop.call_soon_threadsafe(_set_outcomes, writes, outcomes)
 
-    def _outcomes(self, writes: Sequence[_Write]) -> Sequence[_Outcome]:
+    def _outcomes(self, writes: list[_Write]) -> Sequence[_Outcome]:
+        """Of `writes`, to which those are added that come while they wait for another process."""
+        if len(writes) == 1:
+            with contextlib.suppress(LockTaken):
+                return [self._alone_outcome(writes[0], waits=False)]
         outcomes: list[_Outcome] | None = None
-        if len(writes) > 1:
-            with contextlib.suppress(Exception):  # of one of them, or a full disk: then each is made by itself
-                outcomes = self._thread.call(lambda connection: self._together(connection, writes))
+        try:
+            outcomes = self._thread.call(lambda connection: self._together(connection, writes))
+        except Exception as error:  # of one of them, or a full disk: then each is made by itself
+            if is_locked(error):
+                return [_Outcome(error=error)] * len(writes)  # they have waited
         if outcomes is None:
-            return [_outcome(functools.partial(self._thread.call, self._by_itself(write))) for write in writes]
+            return [self._alone_outcome(write) for write in writes]
         try:
             self._thread.call(self._acknowledge)
         except NsmError as error:
             return [_Outcome(error=error)] * len(writes)
         return outcomes
 
-    def _together(self, connection: sqlite3.Connection, writes: Sequence[_Write]) -> list[_Outcome] | None:
+    def _together(self, connection: sqlite3.Connection, writes: list[_Write]) -> list[_Outcome] | None:
         """None, or an exception: nothing was written."""
         if not self._begin(connection):
             return None
-        with shared_transaction(connection, is_synced=any(write.is_synced for write in writes)):
+        with shared_transaction(connection, is_synced=functools.partial(self._join, writes)):
             return [_outcome(functools.partial(write.work, connection), raised=sqlite3.Error) for write in writes]
 
-    def _by_itself(self, write: _Write) -> Work[Any]:
-        return lambda connection: write.alone(connection, write.work)
+    def _join(self, writes: list[_Write]) -> bool:
+        """Adds those that have come since. Returns whether one of all has to be on the disk."""
+        while self._waiting and len(writes) < MAX_WRITES:
+            writes.append(self._waiting.popleft())
+        return any(write.is_synced for write in writes)
+
+    def _alone_outcome(self, write: _Write, *, waits: bool = True) -> _Outcome:
+        """Of a write made by itself. Raises LockTaken where it would have to wait and must not."""
+
+        def work(connection: sqlite3.Connection) -> Any:
+            with contextlib.nullcontext() if waits else not_waiting(connection):
+                return write.alone(connection, write.work)
+
+        return _outcome(functools.partial(self._thread.call, work), raised=LockTaken)
 
 
-def _outcome(work: Callable[[], Any], *, raised: type[Exception] | tuple[()] = ()) -> _Outcome:
+def is_locked(error: Exception) -> bool:
+    """Whether a write was given up because another process wrote all the time."""
+    return isinstance(error.__cause__, sqlite3.Error) and is_busy(error.__cause__)
+
+
+def _outcome(work: Callable[[], Any], *, raised: type[Exception]) -> _Outcome:
     """Of the work, at once. `raised`: errors that are none."""
     try:
         return _Outcome(work())

@@ -441,6 +441,12 @@ PRAGMAS = f"""
 """
 
 
+class StoreConnection(sqlite3.Connection):
+    """`waits_for_lock`: whether a transaction waits while another process writes."""
+
+    waits_for_lock = True
+
+
 def create_file(path: Path) -> None:
     """The database file, readable by its owner only, and a directory like it if there is none."""
     if not path.parent.exists():
@@ -454,7 +460,9 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
 
     Raises ConfigError for a file of another program, which stays as it is.
     """
-    connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, factory=StoreConnection
+    )
     try:
         _refuse_foreign_file(connection, path)
         _use_write_ahead_log(connection, patience_s=busy_timeout_s)

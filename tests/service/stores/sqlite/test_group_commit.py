@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,74 @@ async def test_a_write_that_comes_alone_has_a_transaction_of_its_own(database: F
         results, statements = await at_once(database, [put("one")])
         assert (results, await names(database)) == ([FULL], ["one"])
     assert not any(statement.startswith("SAVEPOINT") for statement in statements)
+
+
+class OtherProcess:
+    """Has the write lock, and counts how often the database's writer has found it taken."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._tried = threading.Semaphore(0)
+        self.num_commits = 0
+
+    async def take_lock(self, database: FileDatabase) -> None:
+        def watch(connection: sqlite3.Connection) -> None:
+            connection.set_trace_callback(self._note)
+
+        await database.write(watch)
+        await asyncio.to_thread(self._connection.execute, "BEGIN IMMEDIATE")
+
+    def _note(self, statement: str) -> None:
+        self.num_commits += statement == "COMMIT"
+        if statement == "BEGIN IMMEDIATE":
+            self._tried.release()
+
+    async def is_found(self, times: int) -> None:
+        for _ in range(times):
+            await asyncio.to_thread(self._tried.acquire)
+
+    def release(self) -> None:
+        self._connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@pytest.fixture
+def other(database: FileDatabase, tmp_path: Path) -> Iterator[OtherProcess]:
+    other = OtherProcess(tmp_path / "sessions.db")
+    yield other
+    other.close()
+
+
+async def test_writes_that_come_while_another_process_writes_share_the_next_commit(
+    database: FileDatabase, other: OtherProcess
+) -> None:
+    async with opened(database):
+        await other.take_lock(database)
+        first = asyncio.create_task(database.write_short(put("one", is_synced=False), is_synced=False))
+        await other.is_found(2)  # by itself, then together with those that come
+        later = [asyncio.create_task(database.write_short(put(name), is_synced=True)) for name in ("two", "three")]
+        await asyncio.sleep(0)
+        await other.is_found(3)  # in the last of these tries they take part
+        other.release()
+        assert await asyncio.gather(first, *later) == [FULL] * 3
+        assert (other.num_commits, await names(database)) == (1, ["one", "three", "two"])
+
+
+async def test_writes_that_waited_too_long_for_another_process_are_refused_together(
+    tmp_path: Path, other: OtherProcess
+) -> None:
+    async with opened(FileDatabase(tmp_path / "sessions.db", max_bytes=None, busy_timeout_s=0.05)) as database:
+        await other.take_lock(database)
+        works = [database.write_short(put(name), is_synced=True) for name in ("one", "two")]
+        refusals = await asyncio.gather(*works, return_exceptions=True)
+        other.release()
+        assert await names(database) == []
+        assert await database.write_short(put("three"), is_synced=True) == FULL
+    assert [(type(error), str(error)) for error in refusals] == [
+        (StoreUnavailable, "the session store is locked by another process")
+    ] * 2
 
 
 async def test_a_refused_write_is_taken_back_alone(database: FileDatabase) -> None:
