@@ -196,6 +196,14 @@ def test_the_results_are_those_of_today() -> None:
 
 def test_the_page_shows_these_results() -> None:
     results = (RESULTS / "sizing.txt").read_text()
-    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "sizing.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    assert [block for block in blocks if block.strip() not in results] == []
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    memory = re.findall(r"^\| (fp32|fp16|int8) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(memory) == 3
+    for dtype, *shown in memory:
+        assert shown == re.findall(rf"^{dtype}, \d older +([\d.]+)", results, re.MULTILINE)
+    fleets = re.findall(r"^\| ([\d,]+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(fleets) == 4
+    for column, machine in ((2, "cpu core"), (3, "h200")):
+        (block,) = re.findall(rf"azure on servers of one {machine}; .*?\n\n", results, re.DOTALL)
+        found = re.findall(r"^ *([\d,]+) +([\d.]+) +(\d+) ", block, re.MULTILINE)
+        assert [(row[0], row[1], row[column]) for row in fleets] == found
