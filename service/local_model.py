@@ -12,7 +12,7 @@ from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import limit_arenas
 from nsm_core.tokenizer import encode_on_one_thread
-from nsm_core.torch_import import import_torch
+from nsm_core.torch_import import import_torch, modules_by_name
 from service.settings import Settings, label, naming
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBack
 
     Raises CheckpointError or ConfigError.
     """
-    import_torch()
-    from nsm_core.engine.step_stats import meter_of
-    from nsm_core.execution.devices import engine_config
-    from service.backends.local import LocalBackend
+    with modules_by_name():
+        import_torch()
+        from nsm_core.engine.step_stats import meter_of
+        from nsm_core.execution.devices import engine_config
+        from service.backends.local import LocalBackend
 
     def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
         held_bytes = settings.state_cache_mb * 2**20 * max(1, settings.workers)

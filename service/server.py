@@ -11,11 +11,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -91,7 +92,8 @@ def run_gateway(
     supervision: Supervision | None = None,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
-    from service.app import create_app  # a supervisor of workers needs no web framework
+    with without_pydantic_v1():
+        from service.app import create_app  # a supervisor of workers needs no web framework
 
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
@@ -186,6 +188,20 @@ def other_models(settings: Settings) -> list[OtherModel]:
 
 def _num_file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+@contextlib.contextmanager
+def without_pydantic_v1() -> Iterator[None]:
+    """FastAPI asks of each parameter whether it is a model of that version, which it imports to know. None here is."""
+    name = "pydantic.v1"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = cast(ModuleType, None)  # so importing it fails
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def make_backend(settings: Settings) -> InferenceBackend:

@@ -9,7 +9,6 @@ from typing import Any
 from nsm_core.chat_template import RWKV, get_template
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.random_access import RandomAccessFile
-from nsm_core.jinja_template import MAX_TEMPLATE_CHARS
 from nsm_core.rwkv7.finding import Found, read_json
 from nsm_core.tokenizer import DESCRIPTION_FILE
 
@@ -59,6 +58,8 @@ def _default_of(value: Any) -> str | None:
 
 
 def _read_text(path: Path) -> str:
+    from nsm_core.jinja_template import MAX_TEMPLATE_CHARS  # models of this project need no Jinja
+
     file = RandomAccessFile(path)
     if file.size > 4 * MAX_TEMPLATE_CHARS:
         raise CheckpointError(f"{path} has {file.size} bytes: no template")

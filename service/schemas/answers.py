@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 Object = dict[str, Any]
 
 
-class EnergyAnswer(BaseModel):
+class Answer(BaseModel):
+    """A description, which nobody may ask for: pydantic prepares it then."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class EnergyAnswer(Answer):
     """Of all choices together."""
 
     joules: float
@@ -20,14 +26,14 @@ class EnergyAnswer(BaseModel):
     sources: list[Object]
 
 
-class PromptTokens(BaseModel):
+class PromptTokens(Answer):
     """Tokens of the prompt that a state covered and those of a session that were read again, absent where none were."""
 
     cached_tokens: int
     replayed_tokens: int | None = None
 
 
-class UsageAnswer(BaseModel):
+class UsageAnswer(Answer):
     """`energy`: with `include_energy`; null where nothing measures it."""
 
     prompt_tokens: int
@@ -37,7 +43,7 @@ class UsageAnswer(BaseModel):
     energy: EnergyAnswer | None = None
 
 
-class CommitPoint(BaseModel):
+class CommitPoint(Answer):
     """Where a turn left its session."""
 
     id: str
@@ -48,7 +54,7 @@ class CommitPoint(BaseModel):
     energy_joules: float | None = None
 
 
-class ReturnedStateAnswer(BaseModel):
+class ReturnedStateAnswer(Answer):
     """The state at the end of a request with `return_state`; `data` is a file in base64."""
 
     object: Literal["state"]
@@ -59,7 +65,7 @@ class ReturnedStateAnswer(BaseModel):
     data: str
 
 
-class TextChoice(BaseModel):
+class TextChoice(Answer):
     """`routing`: with `include_routing`."""
 
     index: int
@@ -69,7 +75,7 @@ class TextChoice(BaseModel):
     routing: list[Object] | None = None
 
 
-class CompletionAnswer(BaseModel):
+class CompletionAnswer(Answer):
     """A completion; that of a session's turn has `session`."""
 
     id: str
@@ -83,7 +89,7 @@ class CompletionAnswer(BaseModel):
     state: ReturnedStateAnswer | None = None
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(Answer):
     """What the model says."""
 
     role: Literal["assistant"]
@@ -93,7 +99,7 @@ class AnswerMessage(BaseModel):
     tool_calls: list[Object] = []
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Answer):
     """`routing`: with `include_routing`."""
 
     index: int
@@ -103,7 +109,7 @@ class ChatChoice(BaseModel):
     routing: list[Object] | None = None
 
 
-class ChatAnswer(BaseModel):
+class ChatAnswer(Answer):
     """A chat completion."""
 
     id: str
@@ -116,7 +122,7 @@ class ChatAnswer(BaseModel):
     state: ReturnedStateAnswer | None = None
 
 
-class ItemAnswer(BaseModel):
+class ItemAnswer(Answer):
     """A message of a response or a conversation, or a thought: that has `summary`, and no role."""
 
     id: str
@@ -127,7 +133,7 @@ class ItemAnswer(BaseModel):
     summary: list[Object] | None = None
 
 
-class ItemPage(BaseModel):
+class ItemPage(Answer):
     """A page of messages; the ids of an empty one are empty."""
 
     object: Literal["list"]
@@ -137,7 +143,7 @@ class ItemPage(BaseModel):
     has_more: bool
 
 
-class ResponseObject(BaseModel):
+class ResponseObject(Answer):
     """A response of the Responses API, as it is now. `include_energy`: if it was asked for."""
 
     id: str
@@ -172,14 +178,14 @@ class ResponseObject(BaseModel):
     state: ReturnedStateAnswer | None = None
 
 
-class InputTokens(BaseModel):
+class InputTokens(Answer):
     """How many tokens a response would stand on."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class ConversationAnswer(BaseModel):
+class ConversationAnswer(Answer):
     """A list of messages that responses read and add to."""
 
     id: str
@@ -188,7 +194,7 @@ class ConversationAnswer(BaseModel):
     metadata: dict[str, str]
 
 
-class SessionAnswer(BaseModel):
+class SessionAnswer(Answer):
     """A session at its newest commit; `model` is null for a session of a model that is not served here, and
     `unserved_model` then names that one, in the answer about one session.
 
@@ -220,7 +226,7 @@ class SessionAnswer(BaseModel):
     num_bytes_read: int | None = None
 
 
-class NamedStateAnswer(BaseModel):
+class NamedStateAnswer(Answer):
     """A version of a named state; `model` is null for a state of a model that is not served here."""
 
     id: str
@@ -238,14 +244,14 @@ class NamedStateAnswer(BaseModel):
     metadata: dict[str, str]
 
 
-class NamedStatePage(BaseModel):
+class NamedStatePage(Answer):
     """All versions, by name."""
 
     object: Literal["list"]
     data: list[NamedStateAnswer]
 
 
-class SessionPage(BaseModel):
+class SessionPage(Answer):
     """Newest first."""
 
     object: Literal["list"]
@@ -254,7 +260,7 @@ class SessionPage(BaseModel):
     next_cursor: str | None
 
 
-class DeletedAnswer(BaseModel):
+class DeletedAnswer(Answer):
     """The deleted object."""
 
     id: str
@@ -262,7 +268,7 @@ class DeletedAnswer(BaseModel):
     deleted: Literal[True]
 
 
-class StatesAnswer(BaseModel):
+class StatesAnswer(Answer):
     """What a session's states hold; `recent`: what its last tokens did, if that was asked for."""
 
     object: Literal["session.states"]
@@ -279,7 +285,7 @@ class StatesAnswer(BaseModel):
     recent: Object | None = None
 
 
-class ModelAnswer(BaseModel):
+class ModelAnswer(Answer):
     """A model, and the traits of this server: a state of constant size, no longest context.
 
     `error`: why it could not be loaded. What only a loaded model tells is null while it is not loaded.
@@ -306,14 +312,14 @@ class ModelAnswer(BaseModel):
     limits: dict[str, int]
 
 
-class ModelPage(BaseModel):
+class ModelPage(Answer):
     """The models: the first, then those that are loaded on demand."""
 
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
-class TokensAnswer(BaseModel):
+class TokensAnswer(Answer):
     """`token_strs`: with `return_token_strs`."""
 
     count: int
@@ -322,7 +328,7 @@ class TokensAnswer(BaseModel):
     token_strs: list[str] | None = None
 
 
-class TokenizerAnswer(BaseModel):
+class TokenizerAnswer(Answer):
     """A `tokenizer_config.json`. `chat_template`: in Jinja."""
 
     tokenizer_class: str
@@ -335,19 +341,19 @@ class TokenizerAnswer(BaseModel):
     chat_template: str
 
 
-class TextAnswer(BaseModel):
+class TextAnswer(Answer):
     """The text of ids."""
 
     prompt: str
 
 
-class LiveAnswer(BaseModel):
+class LiveAnswer(Answer):
     """The process answers."""
 
     status: Literal["live"]
 
 
-class ReadyAnswer(BaseModel):
+class ReadyAnswer(Answer):
     """Whether new work is welcome, and what says so."""
 
     status: Literal["ready", "not ready"]
@@ -355,7 +361,7 @@ class ReadyAnswer(BaseModel):
     replica: str
 
 
-class FileAnswer(BaseModel):
+class FileAnswer(Answer):
     """A file without its bytes."""
 
     id: str
@@ -369,7 +375,7 @@ class FileAnswer(BaseModel):
     status_details: None
 
 
-class FilePage(BaseModel):
+class FilePage(Answer):
     """A page of files."""
 
     object: Literal["list"]
@@ -379,7 +385,7 @@ class FilePage(BaseModel):
     has_more: bool
 
 
-class RequestCounts(BaseModel):
+class RequestCounts(Answer):
     """Of a batch: `completed` were answered with 200, `failed` with another status."""
 
     total: int
@@ -387,7 +393,7 @@ class RequestCounts(BaseModel):
     failed: int
 
 
-class BatchAnswer(BaseModel):
+class BatchAnswer(Answer):
     """A batch, as it is now."""
 
     id: str
@@ -414,7 +420,7 @@ class BatchAnswer(BaseModel):
     metadata: dict[str, str] | None
 
 
-class JobError(BaseModel):
+class JobError(Answer):
     """Why a job has failed. `param`: `training_file` or `validation_file` for a fault of a file."""
 
     code: str
@@ -422,7 +428,7 @@ class JobError(BaseModel):
     param: str | None
 
 
-class JobHyperparameters(BaseModel):
+class JobHyperparameters(Answer):
     """As they are used."""
 
     n_epochs: int
@@ -430,7 +436,7 @@ class JobHyperparameters(BaseModel):
     learning_rate_multiplier: float
 
 
-class JobAnswer(BaseModel):
+class JobAnswer(Answer):
     """A fine-tuning job, as it is now. `fine_tuned_model`: `ft:MODEL:NAME@VERSION`, for the field `model`."""
 
     id: str
@@ -454,7 +460,7 @@ class JobAnswer(BaseModel):
     metadata: dict[str, str] | None
 
 
-class JobPage(BaseModel):
+class JobPage(Answer):
     """A page of fine-tuning jobs, the newest first."""
 
     object: Literal["list"]
@@ -464,7 +470,7 @@ class JobPage(BaseModel):
     has_more: bool
 
 
-class JobEventAnswer(BaseModel):
+class JobEventAnswer(Answer):
     """What a fine-tuning job said. `data`: the losses, of the type `metrics`."""
 
     id: str
@@ -476,7 +482,7 @@ class JobEventAnswer(BaseModel):
     data: Object | None
 
 
-class JobEventPage(BaseModel):
+class JobEventPage(Answer):
     """A page of events, the newest first."""
 
     object: Literal["list"]
@@ -486,7 +492,7 @@ class JobEventPage(BaseModel):
     has_more: bool
 
 
-class JobCheckpointAnswer(BaseModel):
+class JobCheckpointAnswer(Answer):
     """The state of a fine-tuning job's lowest held-out loss."""
 
     id: str
@@ -498,7 +504,7 @@ class JobCheckpointAnswer(BaseModel):
     step_number: int
 
 
-class JobCheckpointPage(BaseModel):
+class JobCheckpointPage(Answer):
     """At most one."""
 
     object: Literal["list"]
@@ -508,7 +514,7 @@ class JobCheckpointPage(BaseModel):
     has_more: bool
 
 
-class BatchPage(BaseModel):
+class BatchPage(Answer):
     """A page of batches, the newest first."""
 
     object: Literal["list"]
@@ -518,7 +524,7 @@ class BatchPage(BaseModel):
     has_more: bool
 
 
-class EmbeddingAnswer(BaseModel):
+class EmbeddingAnswer(Answer):
     """The vector of one text: numbers, or little-endian fp32 in base64."""
 
     object: Literal["embedding"]
@@ -526,7 +532,7 @@ class EmbeddingAnswer(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingsAnswer(BaseModel):
+class EmbeddingsAnswer(Answer):
     """The vectors in the order of the texts."""
 
     object: Literal["list"]

@@ -23,13 +23,13 @@ import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from schemathesis.checks import CHECKS
 from schemathesis.generation import GenerationMode
 
 from nsm_core.tokenizer import Tokenizer
 from service.app import create_app
 from service.schemas import answers
+from service.schemas.answers import Answer
 from service.settings import Settings
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support import call_generated_client
@@ -263,10 +263,9 @@ def check_refusal(error: dict[str, Any]) -> None:
 
 def described(app: FastAPI) -> dict[str, Any]:
     document = dict(app.openapi())
-    models = [name for name, value in vars(answers).items() if inspect.isclass(value) and issubclass(value, BaseModel)]
-    for name in models:
-        if name != "BaseModel":
-            document["components"]["schemas"][name]["additionalProperties"] = False
+    classes = {name: value for name, value in vars(answers).items() if inspect.isclass(value)}
+    for name in (name for name, value in classes.items() if issubclass(value, Answer) and value is not Answer):
+        document["components"]["schemas"][name]["additionalProperties"] = False
     return document
 
 

@@ -1,4 +1,4 @@
-"""A server imports torch without the kernels of the device `meta`, which come when somebody asks for them."""
+"""A server imports torch without what only training and compilers use, which comes when somebody asks for it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import sys
 
 LIGHT = """
 import sys
-from nsm_core.torch_import import META_KERNELS, complete_torch, import_torch
+from nsm_core.torch_import import DEFERRED, META_KERNELS, complete_torch, import_torch
 
 torch = import_torch()
 assert torch is import_torch() is sys.modules["torch"]
 has_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
 assert (META_KERNELS in sys.modules) == has_gpu_build
 assert hasattr(torch, "_meta_registrations") == has_gpu_build
+kinds = {name: type(sys.modules[name]).__name__ for name in DEFERRED}
+assert set(kinds.values()) == {"module" if has_gpu_build else "_LazyModule"}, kinds
+from torch.distributions import Normal
+assert Normal(0.0, 1.0).mean.item() == 0.0
+assert type(sys.modules["torch.distributions"]).__name__ == "module"
 x = torch.arange(12.0).reshape(3, 4)
 assert torch.nn.functional.linear(x, x).sum().item() == float((x @ x.T).sum())
 complete_torch()
 assert META_KERNELS in sys.modules
+assert {type(sys.modules[name]).__name__ for name in DEFERRED} == {"module"}
 left, right = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
 assert torch.linalg.cross(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")).shape == (2, 3)
 assert (left @ right).shape == (3, 5)
@@ -30,6 +36,24 @@ import sys
 assert import_torch() is torch
 assert META_KERNELS in sys.modules
 """
+SERVED = """
+import inspect, sys
+from nsm_core.torch_import import AUTOLOAD, DEFERRED, import_torch, modules_by_name
+
+own = inspect.getmodule
+with modules_by_name():
+    torch = import_torch()
+    from service.backends.local import LocalBackend
+assert inspect.getmodule is own
+import os
+assert AUTOLOAD not in os.environ
+if torch.version.cuda is None and torch.version.hip is None:
+    from nsm_core.execution.choose import choose_executor
+    from nsm_core.architectures import open_model
+    choose_executor(open_model())
+    read = [name for name in DEFERRED if type(sys.modules[name]).__name__ == "module"]
+    assert not read, f"a server needs them, so they are not worth deferring: {read}"
+"""
 
 
 def run(code: str) -> None:
@@ -39,6 +63,10 @@ def run(code: str) -> None:
 
 def test_torch_works_without_them_and_gets_them_later() -> None:
     run(LIGHT)
+
+
+def test_a_served_model_needs_none_of_it() -> None:
+    run(SERVED)
 
 
 def test_torch_that_is_imported_already_stays_as_it_is() -> None:
