@@ -47,9 +47,12 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 	$(BIN)/mypy --strict nsm_core service nsm_lab scripts
 	$(BIN)/lint-imports --no-logo
 
+.PHONY: programs
+programs:
+	@scripts/test-packages
+
 .PHONY: packages
 packages: $(READY)
-	@scripts/test-packages
 	@scripts/triton-server "$(VENV)"
 	@scripts/perf-analyzer "$(VENV)"
 	@scripts/client-generator "$(VENV)"
@@ -59,7 +62,7 @@ clients: $(READY)  ## install the client libraries of tests/integration/test_cli
 	@scripts/client-packages "$(VENV)"
 
 .PHONY: test
-test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
+test: programs check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
 	$(PYTEST) $(TWO_WORKERS) $(PYTEST_ARGS)
 
 .PHONY: test-fast
@@ -71,7 +74,7 @@ image-test: $(READY)  ## build the container images and start them; root, builda
 	$(PYTEST) -m image --timeout=3600 tests/deploy $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(READY) packages  ## the long versions of the tests: full counts, hours
+soak: $(READY) programs packages  ## the long versions of the tests: full counts, hours
 	$(PYTEST) --soak --timeout=14400 $(PYTEST_ARGS)
 
 .PHONY: loadtest
