@@ -17,7 +17,7 @@ SERVABLE := $(VENV)/.servable-torch-$(TORCH_VERSION)
 NATIVE := $(wildcard nsm_core/execution/native/src/*) nsm_core/execution/native/build.py
 PYTEST := $(BIN)/python -m pytest
 # By files: what a file's tests share is made once. The order is that of tests/support/order.py, not of xdist.
-TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILES := --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # the many processes that tests start compile nothing twice
 
 .PHONY: help
@@ -61,13 +61,14 @@ packages: $(READY)
 clients: $(READY)  ## install the client libraries of tests/integration/test_client_libraries.py and test_lm_eval.py into .venv/clients
 	@scripts/client-packages "$(VENV)"
 
+# More processes than cores: half of the time a test waits for a server, a lease or a failover.
 .PHONY: test
 test: programs check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
-	$(PYTEST) $(TWO_WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) -n 4 $(BY_FILES) $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY)  ## units and contracts without any service, in under 90 s; options: PYTEST_ARGS="-k engine"
-	$(PYTEST) --fast $(TWO_WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) --fast -n 2 $(BY_FILES) $(PYTEST_ARGS)
 
 .PHONY: image-test
 image-test: $(READY)  ## build the container images and start them; root, buildah and debootstrap; minutes

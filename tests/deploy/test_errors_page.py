@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
-from deploy.docs.errors import IN_RESULTS, PAGE, ROOT, named_codes, page, texts_of, types
+from deploy.docs import errors
+from deploy.docs.errors import IN_RESULTS, PAGE, ROOT, named_codes, texts_of, types
 from service.web.errors import HTTP_CODES, RULES
 
 COMMANDS_ONLY = {"invalid_backup"}  # no endpoint reads a backup
 NAMED_BY_FIELD = {"invalid_training_file", "invalid_validation_file"}  # made of the field's name
+
+
+page = functools.cache(errors.page)  # it reads all sources
 
 
 def test_errors_page_matches_the_table() -> None:
@@ -41,7 +46,8 @@ def test_every_code_of_a_result_is_in_the_source() -> None:
     assert {code for codes in IN_RESULTS.values() for code in codes} - codes_in_source() == NAMED_BY_FIELD
 
 
-def codes_in_source() -> set[str]:
+@functools.cache
+def codes_in_source() -> frozenset[str]:
     """All texts that become a `code`: given to a parameter of that name, by position or name, or assigned to it."""
     files = sorted((*(ROOT / "service").rglob("*.py"), *(ROOT / "nsm_core").rglob("*.py")))
     trees = [ast.parse(file.read_text("utf-8")) for file in files]
@@ -57,7 +63,7 @@ def codes_in_source() -> set[str]:
                 found.update([*texts_of(value), *named])
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.update(named_codes(node))
-    return found
+    return frozenset(found)
 
 
 def code_position(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[int]:
