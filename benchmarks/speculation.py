@@ -22,11 +22,11 @@ from unittest import mock
 
 import torch
 
+from benchmarks.measured_model import MEASURED_MODEL
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Event, Finished, GenerationRequest, Resume
 from nsm_core.execution.choose import choose_executor
-from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EngineStats
@@ -228,9 +228,10 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="to decode after each")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--model", type=Path, default=MEASURED_MODEL, help="model directory or name")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pair = Pair(load_checkpoint(CHECKPOINTS / "pulse-books"))
+    pair = Pair(load_checkpoint(args.model))
     books = read_books(pair.encode)
     if args.identity is not None:
         stats = check_identity(pair, books, args.identity)
@@ -250,7 +251,7 @@ def main() -> None:
                 f"{kind:<30}{batch:>6}{figures['plain_tokens_per_cpu_s']:>8.0f}{figures['tokens_per_cpu_s']:>8.0f}"
                 f"{figures['ratio']:>6.2f}x{figures['drafted']:>17.2f}{figures['accepted']:>10.0%}"
             )
-    print(json.dumps({"commit": source_commit(), "num_prompts": len(prompts), "runs": runs}))
+    print(json.dumps({"commit": source_commit(), "model": args.model.name, "num_prompts": len(prompts), "runs": runs}))
 
 
 if __name__ == "__main__":
