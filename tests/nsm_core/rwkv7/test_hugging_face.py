@@ -9,13 +9,14 @@ import torch
 
 from nsm_core.rwkv7.model import CHANNEL_SHIFT, MATRIX, TIME_SHIFT, Rwkv7Model
 from nsm_core.rwkv7.opening import open_files
+from tests.support.counts import scaled
 from tests.support.model_files import write_pth
 from tests.support.rwkv7 import small_config
 from tests.support.rwkv7_files import model_tensors, with_vocabulary
 
-pytestmark = [pytest.mark.other_library, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 TOLERANCE = 1e-4
-NUM_TOKENS = 2000
+NUM_TOKENS = scaled(500, 2000)
 SIZES = {
     "small": {"width": 128, "num_layers": 3, "hidden": 512, "value_rank": 8},
     "medium": {"width": 256, "num_layers": 4, "hidden": 1024, "decay_rank": 64, "gate_rank": 128},

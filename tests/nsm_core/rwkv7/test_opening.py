@@ -347,7 +347,6 @@ def test_directories_of_other_models_are_left_to_their_loaders(tmp_path: Path) -
     assert not claims(tmp_path)
 
 
-@pytest.mark.other_library
 def test_a_directory_that_rwkv7_hf_wrote_opens_as_the_file_it_was_made_from(tmp_path: Path) -> None:
     converter = pytest.importorskip("rwkv7_hf.converter")
     from tests.support.rwkv7 import small_config

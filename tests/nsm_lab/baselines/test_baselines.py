@@ -129,9 +129,8 @@ def test_linformer_reads_completed_blocks_by_their_projections() -> None:
     torch.testing.assert_close(read[0, -1], torch.einsum("hs,shk->hk", weights, seen_values).flatten())
 
 
-@pytest.mark.other_library
 def test_mamba2_is_that_of_the_transformers_library() -> None:
-    """Runs where that library is installed; the project does not depend on it."""
+    """The library comes with the developers' packages."""
     transformers = pytest.importorskip("transformers", reason="needs the transformers library")
     torch.manual_seed(0)
     mixer = Mamba2(CONFIG)
