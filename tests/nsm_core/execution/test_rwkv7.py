@@ -46,6 +46,8 @@ SIZES = {
     "small": small_config(num_layers=3, decay_rank=8, rate_rank=24),  # ranks off the width of a register
     "wide-heads": small_config(width=128, head_size=64, hidden=256),
     "three-registers": small_config(width=96, head_size=48),
+    # Off the width of a strip and of a block of columns, see columns.inc
+    "two-blocks": small_config(width=96, head_size=48, hidden=560),
 }
 PRECISIONS = list(Precision)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -202,10 +204,11 @@ def test_int4_kernels_are_the_plain_model_with_weights_on_grids(size: str, varia
     assert float((logits - want).abs().mean() / want.std()) < 0.03
 
 
+@pytest.mark.parametrize("size", ["wide-heads", "two-blocks"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_all_variants_give_the_same_bits(precision: Precision) -> None:
+def test_all_variants_give_the_same_bits(precision: Precision, size: str) -> None:
     ids = random_ids(70)
-    (first, first_state), *others = (read_whole(make(precision, "wide-heads", one), ids) for one in NATIVE)
+    (first, first_state), *others = (read_whole(make(precision, size, one), ids) for one in NATIVE)
     for logits, state in others:
         assert logits.equal(first)
         assert state == first_state

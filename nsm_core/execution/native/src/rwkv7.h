@@ -38,6 +38,34 @@ struct Rwkv7Work {
   const float* next_state;  // that comes after this one: fetched during the last token; null: none
 };
 
+// Runs of the columns that are not zero in both of a token's rows of int8 (see quantise_twice).
+enum NonzeroRun { FINE_POSITIVE, FINE_NEGATIVE, FINE_ALONE, NONZERO_RUNS };  // FINE_ALONE: the first row is zero
+
+constexpr int COLUMN_BLOCK = 512;  // columns whose runs stand together
+inline int column_blocks(int cols) { return (cols + COLUMN_BLOCK - 1) / COLUMN_BLOCK; }
+
+// A token's inputs without those that are zero. Each run of a block has whole fours of columns, filled up with zeros.
+struct NonzeroInputs {
+  int32_t* places;        // LINE * column; [nonzero_room(columns)], like the next two
+  uint8_t *rough, *fine;  // sizes
+  int* ends;              // [blocks, NONZERO_RUNS]
+  float rough_scale, fine_scale;
+};
+
+// Where the run begins that follows one with this end: columns are written 8 at a time, of which some are too many.
+inline int run_after(int end) { return end + 8; }
+inline int nonzero_room(int cols) { return cols + column_blocks(cols) * NONZERO_RUNS * 12; }
+
+// Products that pass over inputs that are zero, of weights [rows, cols] that lie column by column.
+struct ColumnKernels {
+  int64_t (*bytes)(int rows, int cols);
+  void (*pack)(const int8_t* weights, int rows, int cols, int8_t* packed);
+  // Of a token's two rows, `token` and `second`.
+  void (*gather)(const Quantised& x, int width, int token, int second, NonzeroInputs& out);
+  // y += both products, of the tiles [first, last), `first` the first of a group.
+  void (*multiply)(const Matrix& matrix, const NonzeroInputs* x, int tokens, int first, int last, float* y, int stride);
+};
+
 struct Rwkv7Kernels {
   void (*pack_float)(const void* weights, Numbers numbers, int rows, int cols, void* packed);
   void (*matmul_float)(const FloatMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
@@ -53,6 +81,7 @@ struct Rwkv7Kernels {
   // y += both
   void (*add_two)(const float* first, const float* second, int width, float* y);
   void (*heads)(const Rwkv7Layer& layer, const Rwkv7Work& work);
+  const ColumnKernels* columns;  // null: products of all inputs are faster
 };
 
 // Null where the processor (or the compiler's target) lacks the instructions.

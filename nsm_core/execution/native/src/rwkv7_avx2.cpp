@@ -12,6 +12,9 @@ namespace {
 #include "math.inc"
 #include "matmul.inc"
 #include "rwkv7.inc"
+#include "columns.inc"
+
+constexpr Rwkv7Kernels RWKV7_KERNELS = rwkv7_kernels(&COLUMN_KERNELS);
 }  // namespace
 
 const Rwkv7Kernels* avx2_rwkv7_kernels() { return &RWKV7_KERNELS; }

@@ -12,6 +12,8 @@ namespace {
 #include "math.inc"
 #include "matmul.inc"
 #include "rwkv7.inc"
+
+constexpr Rwkv7Kernels RWKV7_KERNELS = rwkv7_kernels(nullptr);
 }  // namespace
 
 const Rwkv7Kernels* avx512_rwkv7_kernels() { return &RWKV7_KERNELS; }

@@ -67,24 +67,26 @@ size_t number_bytes(const Rwkv7Shape& shape, int part) {
   return is_large(part) && shape.large != static_cast<int32_t>(Numbers::FP32) ? sizeof(uint16_t) : sizeof(float);
 }
 
-size_t part_bytes(const Rwkv7Shape& shape, int part, Size size) {
+}  // namespace
+
+size_t Rwkv7Model::part_bytes(int layer, int part) const {
+  const Size size = size_of(shape, layer, part);
+  if (part == CHANNEL_VALUE && has_columns()) return own.columns->bytes(size.rows, size.cols);
   return number_bytes(shape, part) * packed_bytes(size.rows, size.cols, shape.large == INT4_LARGE && is_large(part));
 }
 
-size_t all_bytes(const Rwkv7Shape& shape) {
+size_t Rwkv7Model::all_bytes() const {
   size_t bytes = 0;
   for (int layer = 0; layer < shape.num_layers; ++layer)
-    for (int part = 0; part < NUM_MATRICES; ++part) bytes += part_bytes(shape, part, size_of(shape, layer, part));
+    for (int part = 0; part < NUM_MATRICES; ++part) bytes += part_bytes(layer, part);
   return bytes;
 }
 
-}  // namespace
-
 Rwkv7Model::Rwkv7Model(const Rwkv7Shape& given, const Kernels& chosen, const Rwkv7Kernels& chosen_own)
-    : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes(given)) {
+    : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes()) {
   for (int layer = 0; layer < shape.num_layers; ++layer)
     for (int part = 0; part < NUM_MATRICES; ++part)
-      layers[layer].matrices[part].weights = arena_.take(part_bytes(shape, part, size_of(shape, layer, part)));
+      layers[layer].matrices[part].weights = arena_.take(part_bytes(layer, part));
 }
 
 // Null: the part has another size.
@@ -102,8 +104,9 @@ bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const floa
   if (shape.large != INT8_LARGE || !is_large(part)) return false;
   Rwkv7Matrix* matrix = place(layer, part, rows, cols);
   if (matrix == nullptr) return false;
-  matrix->kind = Rwkv7Matrix::INT8;
-  kernels.pack(weights, rows, cols, matrix->weights);
+  const bool is_by_columns = part == CHANNEL_VALUE && has_columns();
+  matrix->kind = is_by_columns ? Rwkv7Matrix::COLUMNS : Rwkv7Matrix::INT8;
+  (is_by_columns ? own.columns->pack : kernels.pack)(weights, rows, cols, matrix->weights);
   std::copy(scale, scale + rows, matrix->by_row.get());
   return true;
 }

@@ -32,9 +32,10 @@ enum Rwkv7Part : int32_t {
   NUM_RWKV7_PARTS
 };
 
-// A matrix in one of four packings: `weights` are int8 or int4 with a scale, fp16 with a bias, or a FloatMatrix with one.
+// A matrix in one of five packings: `weights` are int8 or int4 with a scale, int8 column by column (see ColumnKernels), fp16 with a
+// bias, or a FloatMatrix with one.
 struct Rwkv7Matrix {
-  enum Kind { INT8, INT4, HALF, FLOAT } kind = FLOAT;
+  enum Kind { INT8, COLUMNS, INT4, HALF, FLOAT } kind = FLOAT;
   Numbers numbers = Numbers::FP32;  // of FLOAT
   int rows = 0, cols = 0;
   int8_t* weights = nullptr;
@@ -67,8 +68,12 @@ class Rwkv7Model {
   int num_heads() const { return shape.width / shape.head_size; }
   const Rwkv7Matrix& matrix(int layer, int part) const { return layers[layer].matrices[part]; }
   const float* floats(int layer, int part) const { return layers[layer].floats[part].get(); }
+  // The channel mix's second matrix lies column by column: half of its inputs are zero, or more.
+  bool has_columns() const { return shape.large == INT8_LARGE && own.columns != nullptr; }
 
  private:
+  size_t part_bytes(int layer, int part) const;
+  size_t all_bytes() const;
   Rwkv7Matrix* place(int layer, int part, int rows, int cols);
   Arena arena_;
 };
@@ -127,6 +132,10 @@ class Rwkv7Runner {
   Buffer<float> scales_[4];
   Buffer<int32_t> sums_[4];
   Quantised quantised_[4];  // of r, k and v, or of one width; the last: of the channel mix's inner tokens, two rows each
+  Buffer<int32_t> places_;
+  Buffer<uint8_t> nonzero_;
+  Buffer<int> run_ends_;
+  std::vector<NonzeroInputs> nonzero_inputs_;  // of each token of a piece, where the model has columns
   std::vector<const float*> before_;  // of each token of a piece, the normalised token before
 };
 

@@ -27,7 +27,7 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
   hidden_ = Buffer<float>(tokens * shape.hidden);
   if (is_rounded_) {
     scratch_ = Buffer<float>(static_cast<size_t>(num_threads) * shape.hidden);
-    two_ = Buffer<float>(2 * floats);
+    if (!model.has_columns()) two_ = Buffer<float>(2 * floats);
     for (int i = 0; i < NUM_BYTES; ++i) {
       const size_t rows = i == BYTES_HIDDEN ? 2 * tokens : tokens;
       const int width = i == BYTES_HIDDEN ? shape.hidden : shape.width;
@@ -40,6 +40,17 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
   panel_bytes_ = is_rounded_ ? panel_bytes(std::max(shape.width, shape.hidden)) : 0;
   panels_ = Buffer<int8_t>(static_cast<size_t>(num_threads) * panel_bytes_);
   before_.resize(tokens);
+  if (model.has_columns()) {
+    const size_t room = nonzero_room(shape.hidden);
+    places_ = Buffer<int32_t>(tokens * room);
+    nonzero_ = Buffer<uint8_t>(2 * tokens * room);
+    const size_t runs = static_cast<size_t>(column_blocks(shape.hidden)) * NONZERO_RUNS;
+    run_ends_ = Buffer<int>(tokens * runs);
+    for (size_t token = 0; token < tokens; ++token) {
+      uint8_t* rough = nonzero_.get() + 2 * token * room;
+      nonzero_inputs_.push_back({places_.get() + token * room, rough, rough + room, run_ends_.get() + token * runs, 0.0f, 0.0f});
+    }
+  }
   for (int lane = 0; num_threads > 1 && lane < num_threads; ++lane)
     lanes_.emplace_back(new Rwkv7Runner(model, states_, 1, LANE_TOKENS));
 }
@@ -64,6 +75,10 @@ void Rwkv7Runner::read(const int32_t* rows, const int32_t* counts, int num_rows,
 void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last, int thread) {
   const Rwkv7Matrix& matrix = *product.matrix;
   switch (matrix.kind) {
+    case Rwkv7Matrix::COLUMNS:
+      model_.own.columns->multiply({matrix.weights, matrix.by_row.get(), matrix.rows, matrix.cols, false}, nonzero_inputs_.data(),
+                                   product.tokens, first, last, product.y, product.stride);
+      break;
     case Rwkv7Matrix::INT8:
     case Rwkv7Matrix::INT4:
       model_.kernels.matmul({matrix.weights, matrix.by_row.get(), matrix.rows, matrix.cols, matrix.kind == Rwkv7Matrix::INT4}, *product.bytes,
@@ -200,6 +215,7 @@ void Rwkv7Runner::read_heads(int layer, const std::vector<Span>& spans) {
 
 void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tokens) {
   const int d = model_.shape.width, hidden = model_.shape.hidden;
+  const bool has_columns = model_.has_columns();
   over_shifted(spans, states_.channel_shifts, states_.channel_strides, layer, tokens,
                [&](int token, int, const float* x, const float* before) {
                  float* mixed = mixed_[K].get() + static_cast<int64_t>(token) * d;
@@ -214,9 +230,10 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
     if (is_rounded_)
       model_.own.quantise_twice(inner, hidden, scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_[BYTES_HIDDEN],
                                 token, tokens + token);
+    if (has_columns) model_.own.columns->gather(quantised_[BYTES_HIDDEN], hidden, token, tokens + token, nonzero_inputs_[token]);
   });
   const Rwkv7Matrix& value = model_.matrix(layer, CHANNEL_VALUE);
-  if (!is_rounded_) {
+  if (!is_rounded_ || has_columns) {
     multiply({{&value, hidden_.get(), hidden, nullptr, x_.get(), d, true, tokens}});
     return;
   }
