@@ -115,7 +115,7 @@ async function copyName(name) {
 }
 
 async function removeState(state) {
-  const text = "Sessions that have started from it stay. Its version is not given again.";
+  const text = "Sessions that have started from it stay. Its version number is not used again.";
   if (!(await confirm({ title: `Delete the state ${state.id}?`, text, action: "Delete" }))) return;
   try {
     await api.request("DELETE", `v1/states/${encodeURIComponent(state.id)}`);
@@ -207,7 +207,7 @@ async function readModels() {
     showModel();
     return true;
   } catch (error) {
-    byId("model").textContent = "The model’s facts could not be read.";
+    byId("model").textContent = "The model’s data could not be read.";
     byId("model").classList.remove("loading");
     notice.show(error);
     return error.status !== 401;

@@ -9,10 +9,10 @@ const STATE_PX = 3; // of a state, in the map over time
 const NOTES = {
   waiting: "Send something: the map fills while tokens come.",
   unasked: "Routing was not asked for.",
-  absent: "This server does not tell the routing of its tokens.",
-  limited: "Routing was left out of this turn: the server does not tell it for so many tokens (“Max tokens”).",
-  busy: "Routing was left out of this turn: the server tells it of a few turns at a time, and all were taken by others.",
-  lost: "The routing of this turn is not here: this tab did not see it, or it was let go to save room.",
+  absent: "This server does not report the routing of tokens.",
+  limited: "No routing for this turn: it was too long. Lower “Max tokens”.",
+  busy: "No routing for this turn: the server reports it for a few turns at a time. Try again later.",
+  lost: "No routing for this turn: this tab did not see it, or dropped it to save memory.",
 };
 
 export class Heatmap {

@@ -58,7 +58,7 @@ export class SessionList {
       this.note.textContent = "";
     } catch (error) {
       this.cursor = null;
-      this.note.textContent = error.status === 401 ? "Listed once there is a key." : `The list cannot be read: ${error.message}`;
+      this.note.textContent = error.status === 401 ? "Enter a key to see the list." : `The list cannot be read: ${error.message}`;
     }
     this.show();
   }

@@ -25,7 +25,7 @@ export class StateList {
       this.list.replaceChildren(...data.map((state) => this.row(state)));
       this.note.textContent = data.length === 0 ? "No states yet. A session's menu keeps one." : "";
     } catch (error) {
-      this.note.textContent = error.status === 401 ? "Listed once there is a key." : `The list cannot be read: ${error.message}`;
+      this.note.textContent = error.status === 401 ? "Enter a key to see the list." : `The list cannot be read: ${error.message}`;
     }
   }
 

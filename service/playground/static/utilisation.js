@@ -6,7 +6,7 @@ import { count } from "./format.js";
 const WIDTH = 96;
 const HEIGHT = 22;
 const PAD = 3;
-const USE_WORDS = "In use: states that share the change evenly would be so many (windows: tokens held).";
+const USE_WORDS = "In use: number of states, if all shared the change evenly (windows: tokens held).";
 const MOVED_WORDS = " Moved: mean distance from the learned start.";
 
 /** The fields kept of an answer of GET /v1/sessions/{id}/states. */

@@ -207,7 +207,7 @@ async def test_who_gives_no_key_is_told_once_and_may_give_it_later(browser: Brow
         await expect(tab.pane("right")).to_be_hidden()
         await dialog.get_by_role("button", name="Cancel").click()
         await expect(notice).to_contain_text("no API key was given")
-        await expect(tab.page.locator("#session-list")).to_contain_text("Listed once there is a key.")
+        await expect(tab.page.locator("#session-list")).to_contain_text("Enter a key to see the list.")
         await expect(dialog).to_be_hidden()
 
         await tab.send("Hello", max_tokens="64")

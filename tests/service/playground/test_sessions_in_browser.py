@@ -127,7 +127,7 @@ async def test_what_the_server_does_not_tell_is_said(browser: Browser) -> None:
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
         await tab.send("Hello", max_tokens="3")
         await tab.turns_end(1)
-        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not tell the routing")
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not report the routing")
         await expect(tab.pane().locator(".facts").last).to_contain_text("energy is not measured here")
 
 
@@ -136,7 +136,7 @@ async def test_a_server_that_refuses_to_tell_the_routing_is_asked_without(browse
     async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
         await tab.send("Hello", max_tokens="3")
         await tab.turns_end(1)
-        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not tell the routing")
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not report the routing")
         await expect(tab.page.locator("#left-routing")).not_to_be_checked()
         assert [request.include_routing for request in backend.requests] == [False]
         await tab.send("And then")
@@ -149,7 +149,7 @@ async def test_a_turn_that_finds_the_routing_taken_goes_without_and_says_so(brow
         await tab.send("Hello", max_tokens="64")
         await tab.turns_end(1)
         assert await tab.answers() == [DEFAULT_SCRIPT]
-        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("taken by others")
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("a few turns at a time")
         await expect(tab.pane().locator(".turn-foot")).to_contain_text("routing left out")
         await expect(tab.page.locator("#left-notice")).to_be_hidden()
         await expect(tab.page.locator("#left-routing")).to_be_checked()  # the next turn asks again
@@ -169,7 +169,7 @@ async def test_a_turn_too_long_for_routing_goes_without_and_says_so(
     async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
         await tab.send("Hello", max_tokens="1025")
         routing = tab.pane().locator("[aria-label=Routing]")
-        await expect(routing).to_contain_text("left out of this turn")
+        await expect(routing).to_contain_text("it was too long")
         await tab.turns_end(1)
         await expect(tab.page.locator("#left-notice")).to_be_hidden()
         await expect(tab.page.locator("#left-routing")).to_be_checked()
