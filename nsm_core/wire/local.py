@@ -24,6 +24,7 @@ from nsm_core.stats import EngineStats
 from nsm_core.wire.errors import Failure, decode_failure, encode_failure
 
 LENGTH_BYTES = 4
+PART_BYTES = 64 * 1024  # of a state, in one message
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -139,6 +140,13 @@ class Status(msgspec.Struct, tag=True, array_like=True):
     num_others: int
 
 
+class AnswerPart(msgspec.Struct, tag=True, array_like=True):
+    """The next bytes of `raw` of the answer to the question of that number, which comes with the last of them."""
+
+    number: int
+    raw: bytes
+
+
 class Answer(msgspec.Struct, tag=True, array_like=True):
     """To a question of that number."""
 
@@ -152,7 +160,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 Question = AskState | AskText | AskGrammar | FetchState | FindState
 ToEngine = Submit | Cancel | NameState | ForgetState | DropState | Question
-ToGateway = Hello | CannotStart | Step | Status | Answer
+ToGateway = Hello | CannotStart | Step | Status | AnswerPart | Answer
 
 
 def _encode_other(value: object) -> object:
@@ -178,6 +186,15 @@ def encode(message: ToEngine | ToGateway) -> bytes:
     """The message with its length in front."""
     raw = _encoder.encode(message)
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
+
+
+def encode_in_parts(answer: Answer) -> Iterator[bytes]:
+    """The answer as several messages, each short: those of steps need not wait for megabytes."""
+    raw, start = answer.raw or b"", 0
+    while len(raw) - start > PART_BYTES:
+        yield encode(AnswerPart(answer.number, raw[start : start + PART_BYTES]))
+        start += PART_BYTES
+    yield encode(msgspec.structs.replace(answer, raw=raw[start:]) if start else answer)
 
 
 async def read_to_engine(reader: asyncio.StreamReader) -> ToEngine:

@@ -84,6 +84,7 @@ class ProcessBackend:
         self._move_on: dict[int, MoveOn] = {}
         self._by_id: dict[str, int] = {}
         self._questions: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._parts: dict[int, list[bytes]] = {}  # of answers to them whose end has not come
         self._status = EngineStats()
         self._heard_at = 0.0
         self._num_others = 0
@@ -261,6 +262,7 @@ class ProcessBackend:
             answer = await answered
         finally:
             del self._questions[question.number]
+            self._parts.pop(question.number, None)
         if answer.error is not None:
             raise answer.error
         return answer
@@ -334,10 +336,18 @@ class ProcessBackend:
             self._deliver(message)
         elif isinstance(message, wire.Status):
             self._status, self._num_others = message.stats, message.num_others
+        elif isinstance(message, wire.AnswerPart):
+            if message.number in self._questions:  # else nobody waits for it any more
+                self._parts.setdefault(message.number, []).append(message.raw)
         elif isinstance(message, wire.Answer):
-            answered = self._questions.get(message.number)
-            if answered is not None and not answered.done():
-                answered.set_result(message)
+            self._take_answer(message)
+
+    def _take_answer(self, answer: wire.Answer) -> None:
+        parts, answered = self._parts.pop(answer.number, None), self._questions.get(answer.number)
+        if answered is not None and not answered.done():
+            if parts is not None:
+                answer.raw = b"".join((*parts, answer.raw or b""))
+            answered.set_result(answer)
 
     def _deliver(self, step: wire.Step) -> None:
         others: tuple[tuple[int, Event], ...] = (*step.scored, *step.states, *step.tokens)

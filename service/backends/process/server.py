@@ -209,7 +209,7 @@ class _Connection:
         except Exception as error:
             logger.exception("a question of a gateway failed")
             answer.error = EngineDead(f"the engine's process failed: {type(error).__name__}")
-        self._send(answer)
+        self._writer.write_later(wire.encode_in_parts(answer))
 
     def _send(self, message: wire.ToGateway) -> None:
         self._writer.write(wire.encode(message))

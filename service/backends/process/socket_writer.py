@@ -6,11 +6,13 @@ import asyncio
 import os
 import socket
 import threading
+from collections import deque
+from collections.abc import Iterator
 
 
 class SocketWriter:
     """Messages leave whole and in order, whichever thread writes them, and no thread waits for the reader: what the
-    socket does not take follows when it can.
+    socket does not take follows when it can. Those that may come later let the others pass.
     """
 
     def __init__(self, fd: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -20,6 +22,7 @@ class SocketWriter:
         self._loop = loop
         self._lock = threading.Lock()
         self._unsent = bytearray()
+        self._later: deque[Iterator[bytes]] = deque()
         self._is_closed = False
 
     def write(self, data: bytes) -> None:
@@ -38,6 +41,11 @@ class SocketWriter:
             self._send(data)
             return True
 
+    def write_later(self, messages: Iterator[bytes]) -> None:
+        """On the loop: the messages in order, each made when the socket has taken all that was written before."""
+        self._later.append(messages)
+        self._wait()
+
     def close(self) -> None:
         """On the loop. What was not sent is dropped."""
         with self._lock:
@@ -46,6 +54,7 @@ class SocketWriter:
                 self._loop.remove_writer(self._socket)
                 self._socket.close()
                 self._unsent.clear()
+                self._later.clear()
 
     def _send(self, data: bytes | bytearray) -> None:
         num_sent = self._num_sent(data)
@@ -67,11 +76,21 @@ class SocketWriter:
     def _wait(self) -> None:
         """On the loop."""
         with self._lock:
-            if self._unsent and not self._is_closed:
+            if (self._unsent or self._later) and not self._is_closed:
                 self._loop.add_writer(self._socket, self._send_on)
 
     def _send_on(self) -> None:
         with self._lock:
-            del self._unsent[: self._num_sent(self._unsent)]
             if not self._unsent:
+                self._unsent += self._next_later()
+            del self._unsent[: self._num_sent(self._unsent)]
+            if not self._unsent and not self._later:
                 self._loop.remove_writer(self._socket)
+
+    def _next_later(self) -> bytes:
+        while self._later:
+            message = next(self._later[0], None)
+            if message is not None:
+                return message
+            self._later.popleft()
+        return b""

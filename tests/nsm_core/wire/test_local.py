@@ -36,6 +36,23 @@ def test_an_error_of_an_engine_crosses() -> None:
     assert (type(answer.error), str(answer.error)) == (EngineDead, "gone")
 
 
+@pytest.mark.parametrize("size", [0, 1, wire.PART_BYTES, wire.PART_BYTES + 1, 3 * wire.PART_BYTES, 200_000])
+def test_an_answer_with_a_state_crosses_in_short_messages(size: int) -> None:
+    answer = wire.Answer(3, raw=bytes(index % 251 for index in range(size)))
+    sent = list(wire.encode_in_parts(answer))
+    *parts, last = (message for data in sent for message in wire.MessagesToGateway().feed(data))
+    assert isinstance(last, wire.Answer)
+    assert [part.number for part in parts if isinstance(part, wire.AnswerPart)] == [3] * len(parts)
+    raw = b"".join(part.raw for part in parts if isinstance(part, wire.AnswerPart)) + (last.raw or b"")
+    assert (raw, last.number) == (answer.raw, 3)
+    assert max(map(len, sent)) < wire.PART_BYTES + 100
+
+
+def test_an_answer_without_a_state_is_one_message() -> None:
+    answer = wire.Answer(3, error=EngineDead("gone"))
+    assert list(wire.encode_in_parts(answer)) == [wire.encode(answer)]
+
+
 def test_a_step_of_plain_tokens_alone_is_what_a_collector_gives() -> None:
     numbers, ids, collector = np.array([4, 9]), np.array([100, 7]), StepCollector()
     collector.add_tokens(numbers, ids)

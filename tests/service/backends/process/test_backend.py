@@ -185,3 +185,27 @@ async def test_a_state_that_one_gateway_leaves_with_the_engine_is_gone_on_from_b
         gone = await end_of(one.submit(dataclasses.replace(request("d"), resume=resume(b"", held))))
         assert isinstance(gone.error, EngineDead)
         await asyncio.gather(one.stop(), two.stop())
+
+
+async def test_states_of_megabytes_cross_whole_beside_each_other_and_beside_tokens(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, is_asked = [bytes([number]) * (2**21 + number) for number in range(3)], asyncio.Event()
+
+    async def fetch(number: int) -> bytes:
+        is_asked.set()
+        return states[number]
+
+    engine = local_backend(tiny_tokenizer)
+    monkeypatch.setattr(engine, "fetch_state", fetch)
+    async with engine_socket(engine) as path:
+        one = ProcessBackend(path)
+        await one.start()
+        abandoned = asyncio.create_task(one.fetch_state(0))
+        await is_asked.wait()
+        stream = one.submit(request("a", 64))
+        abandoned.cancel()
+        assert await asyncio.gather(one.fetch_state(1), one.fetch_state(2)) == states[1:]
+        assert (await end_of(stream)).completion_tokens == 64
+        assert not one._parts
+        await one.stop()

@@ -71,3 +71,40 @@ async def test_writes_after_the_reader_left_and_after_the_end_are_dropped(
     writer.close()
     writer.write(b"and this")
     assert ends[0].fileno() >= 0  # its owner closes it
+
+
+async def test_what_may_come_later_lets_other_messages_pass(ends: tuple[socket.socket, socket.socket]) -> None:
+    loop = asyncio.get_running_loop()
+    writer, has_begun = SocketWriter(ends[0].fileno(), loop), asyncio.Event()
+
+    def messages() -> Iterator[bytes]:
+        for number in range(400):
+            has_begun.set()
+            yield message(0, number)
+
+    writer.write_later(messages())
+    async with asyncio.timeout(WAIT_S):
+        await has_begun.wait()
+        writer.write(message(1, 0))
+        raw = b""
+        while len(raw) < SIZE * 401:  # what nobody has read fills the socket
+            raw += await loop.sock_recv(ends[1], 2**20)
+    writer.close()
+    found = [raw[at : at + SIZE] for at in range(0, len(raw), SIZE)]
+    assert 0 < found.index(message(1, 0)) < 400
+    assert [one for one in found if one[0] == 0] == [message(0, number) for number in range(400)]
+
+
+async def test_a_message_is_not_made_before_the_socket_takes_it(ends: tuple[socket.socket, socket.socket]) -> None:
+    loop = asyncio.get_running_loop()
+    writer, made = SocketWriter(ends[0].fileno(), loop), list[int]()
+    writer.write(bytes(2**22))  # more than the socket takes while nobody reads
+    writer.write_later(iter([b"later"]))
+    writer.write_later(made.append(number) or b"last" for number in range(1))  # type: ignore[func-returns-value]
+    assert not made
+    async with asyncio.timeout(WAIT_S):
+        raw = b""
+        while len(raw) < 2**22 + 9:
+            raw += await loop.sock_recv(ends[1], 2**20)
+    assert raw[2**22 :] == b"laterlast"
+    writer.close()
