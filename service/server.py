@@ -24,8 +24,9 @@ from nsm_core.control_group import max_memory_bytes
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, NsmError
 from nsm_core.heap import freeze_objects
+from nsm_core.model.bundled import find_checkpoint, no_model
 from service.addresses import is_loopback
-from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
 from service.local_model import limit_threads_and_memory, make_local_backend
 from service.settings import Settings, is_tracing_on, label, naming
 from service.state.other_model import other_model
@@ -48,7 +49,6 @@ logger = logging.getLogger("nsm.server")
 MAX_EVENT_BYTES = 2**20  # of one event on a WebSocket
 KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
 TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
-FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 MB = 2**20
 MIN_MEMORY_BYTES = 96 * MB  # a gateway that has not loaded anything yet has 87 MB
 NUM_NEWEST = 16  # sessions that a start looks at
@@ -73,6 +73,7 @@ def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
     configure_logging(settings.log_level, settings.log_format)
     limit_threads_and_memory()
+    require_model(settings)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
         require_files(settings)
@@ -258,6 +259,14 @@ def require_keys(settings: Settings, sock: socket.socket) -> None:
             f"without API keys the server serves this machine only, not {settings.host}; name a file of keys with "
             "NSM_API_KEYS_FILE (docs/tenants.md), or let everybody in with NSM_ALLOW_ANONYMOUS=true"
         )
+
+
+def require_model(settings: Settings) -> None:
+    """Raises CheckpointError where the settings name a model that is not here, before anything else is looked at."""
+    with naming("model"):
+        path = find_checkpoint(settings.model)
+        if settings.model is not None and not path.exists():
+            raise no_model(path)
 
 
 def require_files(settings: Settings) -> None:

@@ -23,7 +23,7 @@ from nsm_core.heap import freeze_objects, pause_collection
 from nsm_core.stage_times import StageTimes
 from nsm_core.torch_import import import_torch
 from service.lifecycle.hang_watch import HangWatch
-from service.lifecycle.lifecycle import FINAL_FRAMES_S
+from service.lifecycle.lifecycle import WORKER_END_S
 from service.lifecycle.pulse import SAMPLE_S, Pulse
 from service.lifecycle.start_report import StartReporter
 from service.local_model import limit_threads_and_memory
@@ -127,7 +127,7 @@ def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReport
 
         async def end_after(server: EngineServer) -> None:
             await asyncio.to_thread(sys.stdin.read)
-            await server.wait_until_left(within_s=settings.grace_s + FINAL_FRAMES_S)
+            await server.wait_until_left(within_s=settings.grace_s + WORKER_END_S)
 
         async def serve() -> None:
             await backend.start()

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError, StartFailed
 from nsm_core.stage_times import StageTimes, process_age_s
-from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED, WORKER_END_S
 from service.lifecycle.pulse import SILENT_S, falls_silent
 from service.lifecycle.start_report import StartReport, read_report
 from service.owned_directory import owned_directory
@@ -249,7 +249,7 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
     async with contextlib.AsyncExitStack() as stack:
-        stop_s = settings.grace_s + FINAL_FRAMES_S
+        stop_s = settings.grace_s + WORKER_END_S
         tasks = [await stack.enter_async_context(_supervised(engine, stop_s=ENGINE_STOP_S)) for engine in engines]
         tasks += [await stack.enter_async_context(_supervised(worker, stop_s=stop_s)) for worker in workers]
         if not await _all_ready(engines, stopped, tasks):
@@ -262,7 +262,7 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
             logger.info("ready after %.1f s: %s", times.seconds, times)
         await _wait_for(stopped, tasks=tasks)
         logger.info("stopping")
-        await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))
+        await asyncio.gather(*(worker.stop(within_s=settings.grace_s + WORKER_END_S) for worker in workers))
     logger.info("stopped")
 
 

@@ -62,7 +62,12 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def copy_to_device(values: npt.NDArray[Any], to: Tensor) -> None:
-    """`values` become the content of `to`, contiguous, of the same number of bytes, at most HALF_BYTES."""
+    """`values` become the content of `to`, contiguous, of the same number of bytes.
+
+    Raises ValueError for more than HALF_BYTES, which would be written over what another copy has not read.
+    """
+    if values.nbytes > HALF_BYTES:
+        raise ValueError(f"{values.nbytes} bytes are more than the {HALF_BYTES} of a copy")
     if not to.is_cuda:
         to.copy_(torch.from_numpy(values).view(to.shape))
         return

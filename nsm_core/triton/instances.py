@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,6 +70,7 @@ class Instances:
 
     async def start(self) -> None:
         """Calls of the others are taken from now on."""
+        _remove_leftovers(self._directory.parent)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         path = self._path(self.name)
         path.unlink(missing_ok=True)
@@ -200,8 +203,36 @@ class _SocketResponder:
 
 def directory_of(server_pid: int) -> Path:
     """Of the sockets of all instances of a server; no other process, now or later, has the same one."""
-    started = Path(f"/proc/{server_pid}/stat").read_text().rpartition(") ")[2].split()[19]
-    return Path(tempfile.gettempdir()) / f"nsm-instances-{os.getuid()}-{server_pid}-{started}"
+    return Path(tempfile.gettempdir()) / f"{_prefix()}{server_pid}-{_started(server_pid)}"
+
+
+def _prefix() -> str:
+    return f"nsm-instances-{os.getuid()}-"
+
+
+def _started(process_id: int) -> str:
+    """When the process began, as the system counts. Raises OSError when it has ended."""
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()[19]
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """The directories of servers that were killed. One that another container shares has sockets that answer."""
+    for path in parent.glob(f"{_prefix()}*"):
+        process_id, _, started = path.name.removeprefix(_prefix()).partition("-")
+        if not process_id.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            if _started(int(process_id)) == started:
+                continue
+        if not any(map(_answers, path.glob("*"))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.connect(str(path))
+        return True
+    return False
 
 
 def _packed(tensors: Tensors) -> dict[str, PackedTensor]:

@@ -167,10 +167,15 @@ async def open_session_turn(
 ) -> SessionAnswer:
     """Checks the body and begins the turn; errors become the answer's status. `digest`: None for that of the body."""
     services = await services.for_session(key, body.model)
-    spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
+    spec = body.to_request(services.limits, services.chat_template)
     services.prompts.check_size(body.input, param="input")
     digest = digest or digest_of(body.model_dump(exclude=body.digest_exclude))
     identity = retry_identity(idempotency_key, body.expected_version, digest)
+    if identity is not None and spec.sampling.grammar is not None:  # which the engine compiles: it may be away
+        committed = await services.turns.committed(key, identity=identity, digest=digest)
+        if committed is not None:
+            return SessionAnswer(services, committed, has_usage_chunk=body.has_usage_chunk)
+    spec = await with_grammar(services, key.tenant, spec, arrival)
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
     read = await _read_input(services, key, body)

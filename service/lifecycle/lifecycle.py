@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Iterator
 
 EXIT_INTERRUPTED = 130  # the status of a server that a second Ctrl+C ended
-FINAL_FRAMES_S = 5.0  # beyond the grace time, for a worker's last frames
+FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
+WORKER_END_S = 5.0  # beyond the grace time, for a worker's last frames and its end
 
 
 class Lifecycle:

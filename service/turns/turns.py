@@ -193,12 +193,19 @@ class TurnRegistry:
         """The turn that a retry asks for, without the session's lease. `is_committed`: not one that still runs."""
         if request.identity is None:
             return None
-        record = await self._store.get_turn(request.key, identity=request.identity)
+        return await self._recorded(request.key, request.identity, request.digest, is_committed=is_committed)
+
+    async def committed(self, key: SessionKey, *, identity: str, digest: str) -> TurnSource | None:
+        """The committed turn that a retry asks for, without the engine. Raises KeyReused for another body."""
+        return await self._recorded(key, identity, digest, is_committed=True)
+
+    async def _recorded(self, key: SessionKey, identity: str, digest: str, *, is_committed: bool) -> TurnSource | None:
+        record = await self._store.get_turn(key, identity=identity)
         if record is None or (is_committed and record.status != "committed"):
             return None
-        require_same(record.digest, request.digest)
+        require_same(record.digest, digest)
         self._metrics.sessions.turn_replayed()
-        return await self._reader(request.key, record)
+        return await self._reader(key, record)
 
     async def _reader(self, key: SessionKey, record: TurnRecord) -> TurnFollower:
         return await asyncio.to_thread(  # a long result with log-probabilities is megabytes

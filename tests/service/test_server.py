@@ -180,6 +180,12 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     assert str(caught.value) == f"port {port} on 127.0.0.1 is already in use; choose another with --port or NSM_PORT"
 
 
+def test_a_missing_model_is_told_before_a_taken_port(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CheckpointError, match=f"no model {missing}"):
+        run(Settings(port=taken.getsockname()[1], model=missing))
+
+
 def test_a_port_taken_while_the_model_was_loading() -> None:
     """On the event loop of the server: uvloop's own call to listen does not fail."""
     app = create_app(Settings(), FakeBackend(), SqliteSessionStore(None))

@@ -69,3 +69,12 @@ def test_without_a_gpu_the_values_are_copied_at_once() -> None:
     to = torch.zeros(2, 3, dtype=torch.int64)
     copy_to_device(np.arange(6), to)
     assert to.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_more_than_a_half_is_refused() -> None:
+    values = np.zeros(to_device.HALF_BYTES + 1, np.uint8)
+    with pytest.raises(ValueError, match="1048577 bytes are more than the 1048576 of a copy"):
+        copy_to_device(values, torch.zeros(len(values), dtype=torch.uint8))
+    there = torch.ones(to_device.HALF_BYTES, dtype=torch.uint8)
+    copy_to_device(values[1:], there)
+    assert not there.any()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from nsm_core.errors import EngineDead, InvalidRequest
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.triton.instances import Instances, directory_of
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, LinkCall, PostCall, ResumePoint, StatusCall
@@ -144,3 +149,28 @@ def test_an_instance_that_is_gone_is_an_engine_that_is_dead(pair: Pair) -> None:
         assert responder.answers[-1]["finish_reason"][0] == b"abort"
     gone = error_of(pair.ask(CALL, "two"))
     assert isinstance(gone, InvalidRequest | EngineDead)
+
+
+def test_what_killed_servers_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = directory_of(os.getpid())
+    with subprocess.Popen(["sleep", "100"]) as other:
+        running, killed = directory_of(other.pid), tmp_path / f"{own.name}0"  # the same process id, begun later
+        shared = tmp_path / f"nsm-instances-{os.getuid()}-{2**30}-1"  # of a container with its own process ids
+        foreign = tmp_path / "nsm-instances-other"
+        for path in (running, killed, shared, foreign):
+            path.mkdir()
+        with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as listening:
+            gone.bind(str(killed / "one"))
+            listening.bind(str(shared / "one"))
+            listening.listen()
+            gone.close()
+            instances = Instances("one", own, lambda *call: None)
+
+            async def start_and_stop() -> None:
+                await instances.start()
+                instances.stop_listening()
+
+            asyncio.run(start_and_stop())
+        other.kill()
+    assert sorted(tmp_path.iterdir()) == sorted((running, shared, foreign))

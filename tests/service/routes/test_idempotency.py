@@ -11,6 +11,7 @@ import pytest
 
 from nsm_core.engine.request import NamedState
 from nsm_core.errors import DeadlineExceeded, EngineDead, NsmError, NumericalError
+from nsm_core.grammars.grammar import Grammar
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 
@@ -208,3 +209,27 @@ async def test_D9_a_committed_text_is_known_while_the_engine_is_away() -> None:
             assert (
                 error_of(await server.client.post(path, json={"input": "x"}, headers=headers))["code"] == "engine_dead"
             )
+
+
+async def test_D9_a_committed_turn_with_a_grammar_needs_no_engine_to_compile_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = LeavingBackend(replays_exactly=True, holds_states=True)
+    compile_grammar = backend.check_grammar
+
+    async def check_grammar(grammar: Grammar) -> None:
+        backend._require_it()
+        await compile_grammar(grammar)
+
+    monkeypatch.setattr(backend, "check_grammar", check_grammar)
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}}
+    async with gateway(backend) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        first = await say(server, **form)
+        backend.is_away = True
+        again = await say(server, **form)
+        assert (again.status_code, again.text) == (200, first.text)
+        assert again.headers["idempotent-replayed"] == "true"
+        assert (await say(server, input="y", **form)).status_code == 422
+        assert error_of(await say(server, {"Idempotency-Key": "k2"}, **form))["code"] == "engine_dead"
+    assert len(backend.requests) == 1
