@@ -11,31 +11,42 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.about import about_this_run
+from nsm_core.execution.base import Executor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.execution.rwkv7.executor import Rwkv7Executor
+from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.loader import load_checkpoint
+from nsm_core.rwkv7.loader import load_rwkv7
 
 PAUSE_S = 0.2  # between two measurements: at real-time priority others wait for them
 
 
-def open_executors(args: argparse.Namespace) -> dict[int, NativeExecutor]:
-    """By number of threads; all rows at the start of a text."""
+def factory(args: argparse.Namespace) -> Callable[..., Executor]:
+    """Of executors that share the packed weights."""
+    if args.rwkv7 is not None:
+        rwkv7 = load_rwkv7(args.rwkv7).model
+        return partial(Rwkv7Executor, rwkv7, weights=Rwkv7Weights(rwkv7, args.precision))
     model = load_checkpoint(find_checkpoint(args.model)).model
     weights = NativeWeights(model, precision=args.precision)
-    executors = {}
+    return partial(NativeExecutor, model, weights=weights, half_states=args.fp16_states)
+
+
+def open_executors(args: argparse.Namespace) -> dict[int, Executor]:
+    """By number of threads; all rows at the start of a text."""
+    new_executor, executors = factory(args), {}
     for threads in args.threads:
-        executor = NativeExecutor(
-            model, num_rows=max(args.rows), weights=weights, num_threads=threads, half_states=args.fp16_states
-        )
+        executor = new_executor(num_rows=max(args.rows), num_threads=threads)
         for row in range(max(args.rows)):
             executor.pool.lease(row)
             executor.pool.write(row, executor.initial)
@@ -43,17 +54,17 @@ def open_executors(args: argparse.Namespace) -> dict[int, NativeExecutor]:
     return executors
 
 
-def step_of(executor: NativeExecutor, num_rows: int) -> None:
+def step_of(executor: Executor, num_rows: int) -> None:
     rows = list(range(num_rows))
     executor.logits(executor.step(rows, rows))
 
 
-def read_of(executor: NativeExecutor, num_tokens: int) -> None:
+def read_of(executor: Executor, num_tokens: int) -> None:
     executor.read((0,), (list(range(num_tokens)),))
 
 
 def best_rates(
-    work: Callable[[NativeExecutor, int], None], executors: dict[int, NativeExecutor], number: int, args: Any
+    work: Callable[[Executor, int], None], executors: dict[int, Executor], number: int, args: Any
 ) -> dict[int, float]:
     """Tokens a second, by number of threads; about `args.tokens` of them at a time."""
     times, calls = max(1, args.tokens // number), dict.fromkeys(executors, float("inf"))
@@ -71,6 +82,7 @@ def best_rates(
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("pulse-books-keyed"), help="model directory or name")
+    parser.add_argument("--rwkv7", type=Path, help="an RWKV-7 file or directory in its place")
     parser.add_argument("--precision", type=Precision, choices=(Precision.INT8, Precision.INT4), default=Precision.INT4)
     parser.add_argument("--fp16-states", action="store_true", help="running states in fp16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
