@@ -95,10 +95,9 @@ void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last, in
   }
 }
 
-// All of them as one job: threads meet once, not after each.
+// All of them as one job: threads meet once, not after each. Each has as many parts as threads: a part arranges all inputs anew.
 void Rwkv7Runner::multiply(std::initializer_list<Product> products) {
-  const int most = team_.size() == 1 ? 1 : team_.size() * TASKS_PER_THREAD;
-  const auto parts_of = [&](const Product& product) { return std::min((tiles_of(product.matrix->rows) + GROUP - 1) / GROUP, most); };
+  const auto parts_of = [&](const Product& product) { return std::min((tiles_of(product.matrix->rows) + GROUP - 1) / GROUP, team_.size()); };
   int total = 0;
   for (const Product& product : products) total += parts_of(product);
   team_.run(total, [&](int part, int thread) {
