@@ -39,7 +39,7 @@ class ChatTemplate:
     `jinja`: `render` as programs that read a `tokenizer_config.json` know templates. `has_own_system_message`: a system
     message stands in place of one that the template has itself, so that none can be put in front of a chat.
     `reasoning`: whether an answer begins inside a thought ("open"), may begin with one of its own ("own"), or has none.
-    `thought_end`: what a prompt that opens a thought goes on with for an answer that shall have none.
+    `thought_end`: text that closes the thought which a prompt opens, for an answer without a thought.
     `tool_form`: how calls of tools are written.
     """
 

@@ -30,7 +30,7 @@ def trim_heap() -> None:
 
 
 def give_back_code() -> None:
-    """Lets go of the pages of programs and libraries that are in memory (Linux): most of them only a start needs.
+    """Releases the pages of programs and libraries that are in memory (Linux): most of them only a start needs.
 
     They stay in the system's cache of files, and what runs again comes back from there, some kilobytes at a time. Takes
     ten milliseconds; any thread.

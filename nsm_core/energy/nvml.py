@@ -21,7 +21,7 @@ SAMPLE_EVERY_S = 0.2
 class NvmlMeter:
     """The sum over some GPUs of this host. A counter is of the whole device, whoever uses it.
 
-    From Volta on the driver counts millijoules itself; older GPUs tell their power only, which is summed up here. A
+    From Volta on the driver counts millijoules itself; older GPUs report their power only, which is summed up here. A
     thread of its own looks at them; `read` asks nobody. Any thread may call it.
     """
 

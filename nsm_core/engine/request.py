@@ -177,7 +177,7 @@ class EndState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedState:
-    """A state that an engine holds under `number`. `about`: what whoever named it tells of it."""
+    """A state that an engine holds under `number`. `about`: facts from the caller that named it."""
 
     number: int
     about: bytes

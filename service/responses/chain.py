@@ -1,9 +1,8 @@
 """Where a response's turn begins: a chain of responses as a position in a session's token log.
 
-A chain lives on one session for as long as its turns follow each other. Instructions are no part of it: a turn that
-brings some runs on a session of its own, which has them in front of what the chain has read; while they stay the same,
-its next turns go on there. The first turn without them goes on where the chain itself was left, and reads what came in
-between.
+A chain runs on one session while its turns follow each other. Instructions are no part of the chain. A turn with
+instructions runs on a session of its own, which reads them before the chain's text; later turns with the same
+instructions continue there. The first turn without instructions continues the chain, and reads the turns in between.
 """
 
 from __future__ import annotations

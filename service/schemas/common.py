@@ -91,7 +91,7 @@ class RequestBody(BaseModel):
 
     `ignored`: fields of other servers that are checked and dropped, unless the body has them as its own. `nullable`:
     fields where null is not absence.
-    `unsupported`: fields that are refused, save with the values listed. `other_names`: names of this body's fields in
+    `unsupported`: fields that are refused, except with the values listed. `other_names`: names of this body's fields in
     other bodies, for hints.
     """
 

@@ -1,12 +1,12 @@
 """Where the states of sessions are between turns, and when they become snapshots in the store.
 
 A turn commits its tokens. Its state stays here, and the next turn of this process takes it if it is still the head's.
-Any other process starts from the newest stored snapshot and reads the log from there. So a snapshot is stored when that
-would take long, and the session is likely to need it: it has been idle for a while, its turns come from other
-processes, its state must leave, or the server stops. A session that is never idle gets one after many tokens.
+Any other process starts from the newest stored snapshot and reads the log from there. A snapshot is stored when that
+would take long and somebody is likely to need it: the session is idle, its turns come from other processes, its state
+must leave the memory, or the server stops. A session that is never idle gets one after many tokens.
 
-A state is stored with each turn where the model's executor does not give a log that is read again the bits that it had
-when it was sampled, and where states are rounded when they are stored.
+A state is stored with each turn if a log that is read again may give other bits than sampling did (some executors), or
+if stored states are rounded.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Verified:
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
     `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more. So they
     may with `earlier_numerics`: other classes than `numerics` that computed a part of what led to it.
-    `several_numerics`, `other_numerics`: it has such classes, or was made by another one than the running class, and
-    nothing but its numbers differ by more than the tolerance, which tells nothing about numbers of other classes.
+    `several_numerics`, `other_numerics`: several classes or another one made it, and only its numbers differ by more
+    than the tolerance, which does not hold between classes.
     `damage`: the part that cannot be read, and the reason.
     """
 

@@ -157,7 +157,7 @@ class TurnRegistry:
         return await self._reader(key, record)
 
     async def take_over(self, key: SessionKey, turn_id: str) -> Turn | None:
-        """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
+        """Continues a running turn whose process was lost. None if it has ended, or another process has it.
 
         Raises the errors of `open_turn`.
         """

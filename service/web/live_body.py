@@ -44,7 +44,7 @@ LIVE_OPERATION: dict[str, Any] = {
 LIVE_PATH = re.compile(r"/v1/sessions/[^/]+/append")
 IDLE_S = 60.0  # between two pieces of a body
 WHOLE_S = 3600.0  # for the whole body
-STOP_POLL_S = 0.5  # how soon a body that waits hears of the server's stop
+STOP_POLL_S = 0.5  # how soon a waiting body notices that the server stops
 
 
 def is_live(scope: Scope) -> bool:

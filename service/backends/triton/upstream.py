@@ -112,7 +112,7 @@ class Upstream:
 
     @contextlib.contextmanager
     def request(self, call: GenerateCall, receiver: Receiver) -> Iterator[None]:
-        """A request, which the server is told to end if it runs when the block is left. Raises EngineDead."""
+        """A request, which the server is asked to cancel if it still runs when the block is left. Raises EngineDead."""
         link = self._link
         if link is None:
             raise EngineDead("the Triton server was lost")

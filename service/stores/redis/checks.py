@@ -22,7 +22,7 @@ OLDER_LAYOUTS = ("1", "2")
 
 
 async def check_server(client: RedisClient, keys: Keyspace) -> Mapping[str, Mapping[str, Any]]:
-    """What each server tells of itself, by its name.
+    """What each server reports of itself, by its name.
 
     Raises ConfigError (server too old, may drop sessions, refuses us, unknown key layout) or StoreUnavailable.
     """

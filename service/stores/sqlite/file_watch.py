@@ -113,7 +113,7 @@ class FileWatch:
             self._refuse(f"{self._database} or its log was overwritten with an older copy")
 
     def acknowledge(self, connection: sqlite3.Connection) -> None:
-        """After a transaction, before anybody hears of it. Raises StoreReplaced."""
+        """After a transaction, before it is acknowledged. Raises StoreReplaced."""
         self.check()
         self._log_state = self._find_log_state()
         self._acknowledged = read_stamp(connection)

@@ -1,6 +1,6 @@
 """Short writes that wait at the same time share one transaction: its commit costs the same for one as for many.
 
-Each keeps its own result or error, and hears of it after the commit that has them all. While another process writes,
+Each has its own result or error, which it gets after the common commit. While another process writes,
 those that come wait together: they are in the next transaction, not in the one after.
 """
 
