@@ -24,7 +24,7 @@ from tests.support.server_processes import SERVE
 
 REDIS = ROOT / "deploy" / "redis"
 NGINX = ROOT / "deploy" / "nginx" / "nginx.conf.template"
-GATEWAY_START_S = 90.0  # two that load torch at once, on cores that other tests use too
+GATEWAY_START_S = 180.0  # two that load torch at once, on cores that other tests use too
 
 
 @contextlib.contextmanager

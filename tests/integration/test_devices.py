@@ -23,7 +23,7 @@ from tests.nsm_core.engine.harness import make_request
 from tests.support.server_processes import Server, running
 from tests.support.triton_servers import eventually
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def processes(server: Server) -> dict[str, psutil.Process]:

@@ -48,7 +48,7 @@ def victim(victims: RunningTriton) -> RunningTriton:
 
 @contextlib.asynccontextmanager
 async def on(*servers: RunningTriton, store: SessionStore | None = None) -> AsyncIterator[Gateway]:
-    backend = TritonBackend([server.grpc_url for server in servers], wait_s=30)
+    backend = TritonBackend([server.grpc_url for server in servers], wait_s=120)
     async with gateway(backend, is_live=True, store=store) as opened:
         yield opened
 

@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> It
 
 async def test_T5_sessions_stay_with_their_instance_and_a_stop_breaks_no_stream(server: RunningTriton) -> None:
     """Last, the server is stopped."""
-    backend = TritonBackend([server.grpc_url], wait_s=30)
+    backend = TritonBackend([server.grpc_url], wait_s=120)
     await backend.start()
     try:
         assert len(backend.upstreams) == NUM_INSTANCES

@@ -26,7 +26,7 @@ from tests.support.triton_stand_in import StandIn, hurry, random_loaded
 
 NUM_WALKS, NUM_STEPS = scaled(2, 50), scaled(25, 60)
 NAMES = ("s1", "s2", "s3")
-UP_S = 60.0  # for a server that was started to be used again
+UP_S = 120.0  # for a server that was started to be used again
 
 
 class Server(Protocol):

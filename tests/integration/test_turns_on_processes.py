@@ -21,7 +21,7 @@ from tests.support.gateway import frames_of
 from tests.support.server_processes import Server, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-WAIT_S = 60.0
+WAIT_S = 120.0
 BODY: dict[str, Any] = {"input": "Once", "max_tokens": 120, "seed": 7, "ignore_eos": True}
 KEY = {"Idempotency-Key": "k"}
 

@@ -19,7 +19,7 @@ from tests.support.server_processes import Server, running
 from tests.support.triton_servers import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-WAIT_S = 60.0
+WAIT_S = 120.0
 BODY = {"prompt": "Once", "seed": 1, "ignore_eos": True}
 
 

@@ -25,7 +25,7 @@ MakeBackend = Callable[[], InferenceBackend]
 
 
 def triton_backend(server: RunningTriton) -> TritonBackend:
-    return TritonBackend([server.grpc_url], wait_s=30)
+    return TritonBackend([server.grpc_url], wait_s=120)
 
 
 @pytest.fixture(params=BACKENDS)

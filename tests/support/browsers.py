@@ -11,7 +11,7 @@ from typing import Any
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Locator, Page, Request, async_playwright, expect
 
-TIMEOUT_MS = 30_000.0
+TIMEOUT_MS = 120_000.0
 ARGS = ("--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu")  # as root, and in a container
 
 

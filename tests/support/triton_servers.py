@@ -33,7 +33,7 @@ from tests.support.models import save_small_model
 from tests.support.redis_servers import die_with_the_tests, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
+START_S = 180.0
 MODEL = "nsm"
 MAX_SLOTS, QUEUE_LIMIT = 8, 40
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
