@@ -56,7 +56,7 @@ from service.web.authentication import Authenticate
 from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import ShedLoad
-from service.web.middleware import Body, CatchErrors, RequestContext, TrackRequests
+from service.web.middleware import AnswerHead, Body, CatchErrors, RequestContext, TrackRequests
 from service.web.openapi import DescribedApi, add_docs_page
 from service.web.origin import RequireHost, RequireOwnOrigin
 
@@ -162,6 +162,7 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
             routes=[one for module in ROUTES for one in module.router.routes],
         ),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
+        Middleware(AnswerHead),
         Middleware(CatchErrors),
         *_origins(settings),
         Middleware(TrackRequests, lifecycle=services.lifecycle),

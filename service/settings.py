@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     store: Annotated[str, Shown(page="[Redis](redis.md#choosing-it)")] = Field(
         default="sqlite",
         repr=False,  # a Redis URL may hold a password
-        description="Store of the sessions: sqlite, sqlite:///PATH, memory or a Redis URL.",
+        description="Store of the sessions: sqlite, sqlite:///PATH (absolute with four /), memory or a Redis URL.",
     )
     model: Annotated[Path | None, Shown(default="the bundled model")] = Field(
         default=None,

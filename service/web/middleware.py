@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: RequestContext, CatchErrors, TrackRequests and Body. `create_app` shows the whole order."""
+"""Pure ASGI middleware: RequestContext, AnswerHead, CatchErrors, TrackRequests, Body. `create_app` shows the order."""
 
 from __future__ import annotations
 
@@ -100,6 +100,17 @@ class RequestContext:
             **who,
         }
         access_logger.info(logfmt(fields), extra={"fields": fields})
+
+
+class AnswerHead:
+    """HEAD is answered wherever GET is, with the same headers; the server leaves the body out (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 class CatchErrors:

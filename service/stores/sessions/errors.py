@@ -40,7 +40,8 @@ def already_exists(session_id: str) -> VersionConflict:
 def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
     """`remaining_s`: the rest of the other turn's lease."""
     retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
-    return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
+    busy = f"session {session_id!r} is busy: another turn is running; wait for it, or cancel it"
+    return SessionBusy(busy, retry_after_s=retry_after_s)
 
 
 def lease_lost(lease: Lease) -> LeaseLost:

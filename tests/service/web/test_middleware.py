@@ -18,6 +18,24 @@ from tests.support.raw_http import RawClient, connect, head
 PATH = "/v1/completions"
 
 
+# ---- HEAD ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/v1/models", "/metrics", "/", "/v1/nothing"])
+async def test_head_is_answered_like_get_without_a_body(path: str) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server:
+        expected, answer = await server.client.get(path), await server.client.head(path)
+        assert answer.content == b""
+        assert answer.status_code == expected.status_code
+        assert answer.headers["content-type"] == expected.headers["content-type"]
+
+
+async def test_head_is_refused_where_get_is() -> None:
+    async with gateway(FakeBackend()) as server:
+        answer = await server.client.head(PATH)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
 # ---- leaving -------------------------------------------------------------------------------------------------------
 
 
