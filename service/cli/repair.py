@@ -212,7 +212,7 @@ def _because(verified: Verified, running: str) -> str:
         reasons = [f"differs by up to {verified.difference:.3g}, --tolerance says how much is too much"]
     else:
         reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
-    reasons += [] if verified.damage is None else [str(verified.damage)]
+    reasons += [] if verified.damage is None else [verified.damage.with_notes()]
     reasons += _of_classes(verified, running)
     return ": " + "; ".join(reasons) if reasons else ""
 
@@ -248,7 +248,7 @@ def _to_json(verified: Verified) -> dict[str, Any]:
         "rounded_to": None if verified.rounding is None else verified.rounding.value,
         "numerics": verified.numerics,
         "earlier_numerics": list(verified.earlier_numerics),
-        "damage": None if verified.damage is None else str(verified.damage),
+        "damage": None if verified.damage is None else verified.damage.with_notes(),
         "divergences": [
             {"what": found.what, "detail": found.detail, "difference": found.difference}
             for found in verified.divergences
@@ -315,7 +315,7 @@ async def _migrate(
                         _note_odd(migrated)
                         advance(counts.total())
         except NsmError as error:
-            raise NsmError(f"{error}; until there: {_tally(counts, MIGRATED)}") from error
+            raise NsmError(f"{error.with_notes()}; until there: {_tally(counts, MIGRATED)}") from error
 
 
 def _note_odd(migrated: Migrated) -> None:

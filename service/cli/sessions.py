@@ -124,8 +124,13 @@ async def _get(settings: Settings, key: SessionKey) -> SessionHead:
 
 
 async def _delete(settings: Settings, key: SessionKey) -> None:
+    from nsm_core.errors import StoreDamaged
+
     async with opened_store(settings) as store:
-        await store.delete(key)
+        try:
+            await store.delete(key)
+        except StoreDamaged as error:
+            raise StoreDamaged(f"session {key.session_id!r} was not deleted: {error.with_notes()}") from error
 
 
 async def _read_log(settings: Settings, key: SessionKey) -> tuple[SessionHead, tuple[int, ...]]:

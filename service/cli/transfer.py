@@ -123,7 +123,7 @@ async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label:
                     tally.add(result)
                     advance(result.num_bytes_read or tally.num_sessions)
     except NsmError as error:
-        raise NsmError(f"{error}; until there: {tally}") from error
+        raise NsmError(f"{error.with_notes()}; until there: {tally}") from error
 
 
 class Tally:
@@ -146,7 +146,7 @@ class Tally:
         """The counts; on standard error the failures, and exit status 1 after one."""
         for result in self._odd:
             said = SAID_OF_STATE if (result.what, result.outcome) == ("state", "exists") else SAID[result.outcome]
-            reason = said if result.error is None else f"{said}: {result.error}"
+            reason = said if result.error is None else f"{said}: {result.error.with_notes()}"
             note(f"{result.name.tenant}/{result.name.session_id}: {reason}")
         print(f"{title}: {self}")
         if any(counts["failed"] for counts in self._counts.values()):

@@ -20,9 +20,11 @@ from service.stores.sessions.key import SessionKey
 from service.stores.states.base import NamedState, StateStore
 from service.stores.states.factory import states_beside
 from service.transfer.archive import ArchiveWriter, Content, read_archive
+from service.transfer.damage import damage_of
 from service.transfer.state_copies import StateCopy, all_states, read_state, restore_state
 
 PAGE = 100
+ALL = "*"  # in names of what is all tenants'
 
 What = Literal["session", "document", "state"]
 Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
@@ -69,13 +71,14 @@ async def backup(
     """Writes the sessions, each as of its newest commit, the documents and the named states, `tenant`'s only if given.
 
     `path` appears, or is replaced, when all are written.
-    A session or a state that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is unchanged.
+    A session or a state that cannot be read fails alone; so do the documents from the first one on that cannot be read,
+    and the states if their list cannot. Raises StoreUnavailable, or OSError; then `path` is unchanged.
     """
     with _replacing(path) as out:
         archive = ArchiveWriter(out)
         for name in names:
             try:
-                copy = await read_copy(store, name)
+                copy = await _read_session(store, name)
                 await asyncio.to_thread(archive.add, copy)
             except NotFound:
                 yield TransferResult(name, "gone")
@@ -83,20 +86,56 @@ async def backup(
                 yield TransferResult(name, "failed", error)
             else:
                 yield TransferResult(name, "written")
-        async for owned in records_beside(store).scan(tenant=tenant):
-            archive.add_document(owned)
-            yield TransferResult(_name_of(owned), "written", what="document")
-        states = states_beside(store)
-        for head in await all_states(states, tenant=tenant):
-            try:
-                archive.add_state(await read_state(states, head))
-            except NotFound:
-                yield TransferResult(_name_of_state(head), "gone", what="state")
-            except SnapshotCorrupt as error:
-                yield TransferResult(_name_of_state(head), "failed", error, what="state")
+        async for owned in _documents(store, tenant):
+            if isinstance(owned, OwnedRecord):
+                archive.add_document(owned)
+                yield TransferResult(_name_of(owned), "written", what="document")
             else:
-                yield TransferResult(_name_of_state(head), "written", what="state")
+                yield owned
+        async for state in _states(states_beside(store), tenant):
+            if isinstance(state, StateCopy):
+                archive.add_state(state)
+                yield TransferResult(_name_of(state), "written", what="state")
+            else:
+                yield state
         archive.finish()
+
+
+async def _read_session(store: SessionStore, name: SessionKey) -> SessionCopy:
+    """As `read_copy`; raises SnapshotCorrupt for damaged pages of the store's file too."""
+    with damage_of(f"session {name.session_id!r}"):
+        return await read_copy(store, name)
+
+
+async def _documents(store: SessionStore, tenant: str | None) -> AsyncGenerator[OwnedRecord | TransferResult]:
+    """The documents, then a result if there are more that cannot be read."""
+    try:
+        with damage_of("the other documents"):
+            async for owned in records_beside(store).scan(tenant=tenant):
+                yield owned
+    except SnapshotCorrupt as error:
+        yield TransferResult(SessionKey(tenant or ALL, "documents"), "failed", error, what="document")
+
+
+async def _states(states: StateStore, tenant: str | None) -> AsyncGenerator[StateCopy | TransferResult]:
+    """Each named state, or a result for one that cannot be read, or for all."""
+    try:
+        with damage_of("the list of named states"):
+            heads = await all_states(states, tenant=tenant)
+    except SnapshotCorrupt as error:
+        yield TransferResult(SessionKey(tenant or ALL, "states"), "failed", error, what="state")
+        return
+    for head in heads:
+        name = _name_of_state(head)
+        try:
+            with damage_of(f"the state {head.reference!r}"):
+                copy = await read_state(states, head)
+        except NotFound:
+            yield TransferResult(name, "gone", what="state")
+        except SnapshotCorrupt as error:
+            yield TransferResult(name, "failed", error, what="state")
+        else:
+            yield copy
 
 
 @contextlib.contextmanager
@@ -178,37 +217,30 @@ async def copy_sessions(
     """Makes the sessions in `target`, each as of its newest commit, the documents and the named states, `tenant`'s only
     if given; `source` stays as it is.
 
-    A session or a state that cannot be read fails alone. Raises StoreUnavailable or StorageFull; sessions yielded
-    before stay.
+    What cannot be read fails alone, as in `backup`. Raises StoreUnavailable or StorageFull; sessions yielded before
+    stay.
     """
     for name in names:
         try:
-            copy = await read_copy(source, name)
+            copy = await _read_session(source, name)
             yield TransferResult(name, await restore_session(target, copy, is_overwriting=is_overwriting))
         except NotFound:
             yield TransferResult(name, "gone")
         except (SnapshotCorrupt, SessionBusy) as error:
             yield TransferResult(name, "failed", error)
     records = records_beside(target)
-    async for owned in records_beside(source).scan(tenant=tenant):
-        outcome = await restore_document(records, owned, is_overwriting=is_overwriting)
-        yield TransferResult(_name_of(owned), outcome, what="document")
-    async for result in _copy_states(states_beside(source), states_beside(target), tenant, is_overwriting):
-        yield result
-
-
-async def _copy_states(
-    source: StateStore, target: StateStore, tenant: str | None, is_overwriting: bool
-) -> AsyncGenerator[TransferResult]:
-    for head in await all_states(source, tenant=tenant):
-        try:
-            copy = await read_state(source, head)
-        except NotFound:
-            yield TransferResult(_name_of_state(head), "gone", what="state")
-        except SnapshotCorrupt as error:
-            yield TransferResult(_name_of_state(head), "failed", error, what="state")
+    async for owned in _documents(source, tenant):
+        if isinstance(owned, OwnedRecord):
+            outcome = await restore_document(records, owned, is_overwriting=is_overwriting)
+            yield TransferResult(_name_of(owned), outcome, what="document")
         else:
-            yield await _restored_state(target, copy, is_overwriting=is_overwriting)
+            yield owned
+    states = states_beside(target)
+    async for state in _states(states_beside(source), tenant):
+        if isinstance(state, StateCopy):
+            yield await _restored_state(states, state, is_overwriting=is_overwriting)
+        else:
+            yield state
 
 
 async def restore_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:

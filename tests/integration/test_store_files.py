@@ -21,6 +21,7 @@ import pytest
 from nsm_core.errors import NsmError
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
+from tests.support.damaged_pages import damage_table
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway
 
@@ -245,6 +246,25 @@ async def test_X5_a_damaged_database_at_rest_is_refused_or_its_sessions_are(faul
     store = SqliteSessionStore(path)
     with pytest.raises(NsmError, match="damaged or not a database"):
         await store.open()
+
+
+async def test_X5_damaged_pages_end_readiness_once_a_call_has_met_them(tmp_path: Path) -> None:
+    await killed(tmp_path / "data" / "sessions.db", tmp_path / "image", num_turns=2, is_flushed=True)
+    path, sound = tmp_path / "image" / "sessions.db", tmp_path / "sound.db"
+    shutil.copy(path, sound)
+    damage_table(path, "log_chunks")
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as server:
+        answer = await turn(server)
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "store_damaged"), answer.text
+        for _ in range(2):
+            ready = await server.client.get("/health/ready")
+            assert (ready.status_code, ready.json()["checks"]["store"]) == (503, False)
+        assert (await server.client.get("/v1/sessions/s1")).status_code == 200  # what can be read is
+        assert (await server.client.get("/health/live")).status_code == 200
+    shutil.copy(sound, path)
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as server:
+        assert (await turn(server)).json()["session"]["version"] == 3
+        assert (await server.client.get("/health/ready")).status_code == 200
 
 
 @pytest.mark.parametrize("suffix", ["-shm", "-stamp", "-ballast"])

@@ -338,7 +338,9 @@ class SessionStore(TurnStore, Protocol):
         ...
 
     async def check_writable(self) -> None:
-        """The readiness probe: a real write; raises StoreUnavailable or StorageFull."""
+        """The readiness probe: a real write; raises StoreUnavailable or StorageFull. A store that has been found
+        damaged stays so until it is opened again.
+        """
         ...
 
 

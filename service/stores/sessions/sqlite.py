@@ -416,3 +416,4 @@ class SqliteSessionStore:
                 pass  # it raises the stamp
 
         await self.database.write(work)
+        self.database.require_sound()  # that write reads few pages

@@ -20,6 +20,7 @@ _PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
 FULL = "the session store is full: delete sessions, or free its disk (the server's log has the path)"
+DAMAGED = "the session store is damaged or not a database"
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
 
@@ -29,13 +30,16 @@ class LockTaken(Exception):
 
 
 class ConnectionThread:
-    """A connection and the one thread that uses it. `file`: for the notes of errors."""
+    """A connection and the one thread that uses it. `file`: for the notes of errors. `has_met_damage`: in the file, in
+    any call so far: nothing repairs it under an open store.
+    """
 
     def __init__(self, name: str, *, connect: Callable[[], sqlite3.Connection], file: Path) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-{name}")
         self._connect = connect
         self._file = file
         self._connection: sqlite3.Connection | None = None
+        self.has_met_damage = False
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
@@ -52,7 +56,9 @@ class ConnectionThread:
                 self._connection = self._connect()
             return work(self._connection)
         except sqlite3.Error as error:
-            raise _translate(error, self._file) from error
+            translated = _translate(error, self._file)
+            self.has_met_damage |= isinstance(translated, StoreDamaged)
+            raise translated from error
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
@@ -212,5 +218,5 @@ def _by_code(error: sqlite3.Error) -> NsmError:
     if is_busy(error):
         return StoreUnavailable("the session store is locked by another process")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(NO_TABLE):
-        return StoreDamaged("the session store is damaged or not a database")
+        return StoreDamaged(DAMAGED)
     return StoreUnavailable("the session store failed")

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
 from service.stores.sessions.base import StoreRoom
 from service.stores.sqlite.ballast import Ballast
-from service.stores.sqlite.connection import ConnectionThread, Result, Work, file_thread, memory_thread
+from service.stores.sqlite.connection import DAMAGED, ConnectionThread, Result, Work, file_thread, memory_thread
 from service.stores.sqlite.file_watch import FileWatch
 from service.stores.sqlite.group_commit import GroupCommit
 from service.stores.sqlite.process_lock import Processes, ProcessLock, SoleProcess
@@ -42,6 +42,10 @@ class Database(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+    def require_sound(self) -> None:
+        """Raises StoreDamaged if a call since `open` has met damage in the file."""
+        ...
 
     async def room(self) -> StoreRoom | None: ...
 
@@ -87,6 +91,9 @@ class MemoryDatabase:
         thread, self._thread = self._thread, None
         if thread is not None:
             await thread.close()
+
+    def require_sound(self) -> None:
+        pass
 
     async def room(self) -> StoreRoom | None:
         return None
@@ -197,6 +204,13 @@ class FileDatabase:
             await parts.reader.close()
             parts.watch.end()
             parts.process_lock.end()
+
+    def require_sound(self) -> None:
+        parts = _opened(self._parts)
+        if parts.writer.has_met_damage or parts.reader.has_met_damage:
+            error = StoreDamaged(DAMAGED)
+            error.add_note(f"{self._path}: met by an earlier call")
+            raise error
 
     async def room(self) -> StoreRoom | None:
         """Of the disk; of `max_bytes` where these are less."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from pathlib import Path
@@ -12,6 +13,7 @@ from service.stores.records.factory import records_beside
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
+from tests.support.damaged_pages import damage_blob, damage_table
 from tests.support.redis_servers import Topology
 
 
@@ -64,6 +66,50 @@ def test_damaged_session_is_reported_and_the_others_are_saved(nsm: Nsm, data_dir
     assert (result.exit_code, result.stdout) == (1, f"backup {tmp_path / 'all.nsm'}: 1 written, 1 not written\n")
     assert result.stderr.startswith(f"default/{damaged}: not written: ")
     assert "snapshot refused" in result.stderr
+
+
+def snapshot_of(data_dir: Path, session_id: str) -> bytes:
+    with contextlib.closing(sqlite3.connect(data_dir / "sessions.db")) as connection:
+        query = "SELECT snapshot FROM snapshots WHERE session_id = ?"
+        (raw,) = connection.execute(query, (session_id,)).fetchone()
+    assert isinstance(raw, bytes)
+    return raw
+
+
+def test_X6_sessions_on_damaged_pages_are_named_and_the_others_are_saved(
+    nsm: Nsm, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSM_SNAPSHOT_TOKENS", "0")
+    file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
+    damaged, sound = talk(nsm, "Hello"), talk(nsm, "Hello again")
+    damage_blob(data_dir / "sessions.db", snapshot_of(data_dir, damaged))
+    damage_table(data_dir / "sessions.db", "records")
+    because = "the session store is damaged or not a database ("
+    reason = f"{data_dir / 'sessions.db'}: database disk image is malformed)\n"
+    lines = (
+        f"default/{damaged}: not written: session '{damaged}' cannot be read: {because}{reason}"
+        f"*/documents: not written: the other documents cannot be read: {because}{reason}"
+    )
+    result = nsm("sessions", "backup", file)
+    counts = "1 written, 1 not written; documents: 1 not written\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (1, f"backup {file}: {counts}", lines)
+    assert nsm("sessions", "restore", file, "--store", other).stdout == f"restore {file}: 1 written\n"
+    assert [session_id for session_id, *_ in listed(nsm, other)] == [sound]
+    result = nsm("sessions", "copy", "--to", f"sqlite:///{tmp_path / 'copy.db'}")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, f"copy to {tmp_path / 'copy.db'}: {counts}", lines)
+    result = nsm("sessions", "verify")
+    assert result.exit_code == 1
+    assert result.stdout.startswith(
+        f"default/{damaged}: damaged: session '{damaged}' cannot be read: {because}{reason}"
+    )
+    assert "\nverify: 1 same, 1 damaged" in result.stdout
+
+
+def test_X6_a_session_that_damaged_pages_keep_is_named(nsm: Nsm, data_dir: Path) -> None:
+    session_id, file = talk(nsm), data_dir / "sessions.db"
+    damage_table(file, "log_chunks")
+    message = f"session '{session_id}' was not deleted: the session store is damaged or not a database "
+    assert_one_line(nsm("sessions", "delete", session_id), f"{message}({file}: database disk image is malformed)")
 
 
 @pytest.mark.redis

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nsm_core.errors import ConfigError, SnapshotCorrupt, StoreUnavailable
+from nsm_core.errors import ConfigError, SnapshotCorrupt, StoreDamaged, StoreUnavailable
 from nsm_core.hashing import checksum
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.codec import encode_ids
@@ -20,6 +20,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sessions.turn_records import EndedTurn, TurnStart
 from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
+from tests.support.damaged_pages import damage_table
 from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import Clock, acquire, commit, opened
 
@@ -212,6 +213,22 @@ def no_database(tmp_path: Path) -> Path:
 async def test_a_file_that_is_no_database_is_unavailable(no_database: Path) -> None:
     with pytest.raises(StoreUnavailable, match="damaged or not a database"):
         await SqliteSessionStore(no_database).open()
+
+
+async def test_X5_a_store_that_has_met_damaged_pages_is_not_writable_until_it_is_opened_again(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit(store, await create(store))
+    damage_table(path, "log_chunks")
+    store = SqliteSessionStore(path)
+    for _ in range(2):
+        async with opened(store):
+            await store.check_writable()  # nobody has read them
+            with pytest.raises(StoreDamaged) as caught:
+                await store.read_log(KEY)
+            assert str(path) in caught.value.with_notes()
+            with pytest.raises(StoreDamaged) as caught:
+                await store.check_writable()
+            assert str(path) in caught.value.with_notes()
 
 
 async def test_a_place_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
