@@ -153,6 +153,7 @@ async def _opening(scope: TenantScope, body: CreateResponseBody, arrival: Arriva
         arrival=arrival.time,
         deadline=arrival.time + spec.timeout_s,
         is_resumable=is_resumable,
+        outlasts_engine=body.store and body.background,
     )
 
 

@@ -18,13 +18,14 @@ from service.turns.turn import Turn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """`arrival`, `deadline`: `time.monotonic()` readings. `is_resumable`: see TurnRequest."""
+    """`arrival`, `deadline`: `time.monotonic()` readings. `is_resumable`, `outlasts_engine`: see TurnRequest."""
 
     scope: TenantScope
     sampling: SamplingParams
     arrival: float
     deadline: float
     is_resumable: bool
+    outlasts_engine: bool
 
     async def begin(
         self, draft: Draft, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
@@ -99,6 +100,7 @@ class Opening:
             arrival=self.arrival,
             deadline=self.deadline,
             is_resumable=self.is_resumable,
+            outlasts_engine=self.outlasts_engine,
             after=plan.after if position == plan.start else None,
             num_opening=plan.num_opening,
         )

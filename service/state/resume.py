@@ -39,7 +39,8 @@ class TurnRequest:
     `request_id` is the turn's id. `identity`, `digest`: see TurnStart; a request with an identity that a turn was begun
     for already gets that turn. `render_options`: how the answer is rendered, as JSON values, for readers of the stored
     turn. `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
-    `include_routing`: of this process only, its record has none.
+    `include_routing`: of this process only, its record has none. `outlasts_engine`: nobody waits who could send it
+    again, so it goes on with the next engine when its own has ended.
 
     `after`: the end of an earlier version, which the turn goes on from in place of the session's end; what is behind it
     is given up with the commit. `num_opening`: how many of `input_ids`, at the end, no later turn may stand on if the
@@ -60,6 +61,7 @@ class TurnRequest:
     render_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_resumable: bool = False
     include_routing: bool = False
+    outlasts_engine: bool = False
     after: LogPoint | None = None
     num_opening: int | None = None
 

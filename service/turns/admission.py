@@ -30,7 +30,7 @@ from service.telemetry.metrics.sessions import Source
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
-from service.turns.execution import SecondStart, TurnExecution
+from service.turns.execution import MAX_RESTARTS, SecondStart, TurnExecution
 from service.turns.lease import HeldLease, Leases
 from service.turns.turn import Turn
 
@@ -156,23 +156,25 @@ class TurnAdmission:
     ) -> TurnExecution:
         """`ask`: what to ask the engine for, by the start."""
 
-        def submit(start: ResumedSession) -> SecondStart:
+        def submit(start: ResumedSession, sampled_ids: tuple[int, ...] = ()) -> SecondStart:
             asked = ask(start)
+            if sampled_ids:
+                asked = dataclasses.replace(asked, sampled_ids=sampled_ids)
             with naming(request.key.session_id):
                 generation = self.backend.submit(with_priority(asked))
             return SecondStart(generation=generation, start=start, request=asked)
 
-        async def start_again() -> SecondStart:
+        async def start_again(sampled_ids: tuple[int, ...]) -> SecondStart:
             self.backend.require_room()
             await held.start_without(self.keeper.bytes_of)
-            return submit(await self._resume(held, request))
+            return submit(await self._resume(held, request), sampled_ids)
 
         try:
             first = submit(start)
         except (EngineDead, Overloaded):
             if not start.is_held:
                 raise
-            first = await start_again()  # the engine with the state is full or has ended
+            first = await start_again(())  # the engine with the state is full or has ended
         generation, start, generation_request = first.generation, first.start, first.request
         if request.is_resumable:  # its client may read on by the record from now on
             try:
@@ -198,6 +200,7 @@ class TurnAdmission:
             earlier=earlier,
             num_chunks=num_chunks,
             start_again=start_again,
+            num_restarts=MAX_RESTARTS if request.outlasts_engine else 0,
             metrics=self.metrics,
             keeper=self.keeper,
             record_ttl_s=self.record_ttl_s,

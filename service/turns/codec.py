@@ -114,6 +114,8 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
         fields["after"] = [request.after.version, request.after.num_log_tokens]
     if request.num_opening is not None:
         fields["num_opening"] = request.num_opening
+    if request.outlasts_engine:
+        fields["outlasts_engine"] = True
     return _dump(fields)
 
 
@@ -133,6 +135,7 @@ def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRe
             deadline=None if deadline_at is None else now + (deadline_at - time.time()),
             render_options=fields["render_options"],
             is_resumable=True,  # somebody has come back to it
+            outlasts_engine=fields.get("outlasts_engine", False),
             after=None if after is None else LogPoint(*after),
             num_opening=fields.get("num_opening"),
         )

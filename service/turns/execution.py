@@ -19,7 +19,15 @@ from nsm_core.engine.request import (
     TokenEvent,
     joules_of,
 )
-from nsm_core.errors import EngineDead, LeaseLost, NsmError, Overloaded, TurnCancelled, VersionConflict
+from nsm_core.errors import (
+    EngineDead,
+    LeaseLost,
+    NsmError,
+    Overloaded,
+    StoreUnavailable,
+    TurnCancelled,
+    VersionConflict,
+)
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.thoughts import begins_with_thought
 from service.backends.base import Generation
@@ -37,12 +45,15 @@ from service.turns.turn import HandedOver, TakenOver, Turn, TurnOutcome
 logger = logging.getLogger("nsm.turns")
 
 MAX_THOUGHT_MARK = 32  # tokens at the beginning of an answer that may have the tag of a thought
+MAX_RESTARTS = 2  # of a turn whose engine ends: it may be the turn itself that ends them
+ENGINE_BACK_S = 300.0  # within which the next engine must be there
+RETRY_S = 0.1  # between two looks for it
 MAX_INLINE_TOKENS = 512  # of a result that is encoded on the event loop: a thread would take longer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SecondStart:
-    """Of a turn that its engine refused before the first token."""
+    """Of a turn that its engine refused before the first token, or that goes on after its engine has ended."""
 
     generation: Generation
     start: ResumedSession
@@ -54,7 +65,8 @@ class TurnExecution:
     """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
 
     `earlier`: what another process sampled of the turn, written down in so many chunks. `start_again`: admits it once
-    more, without a state that an engine holds; None the second time. `border_states`: those that came, none or one.
+    more, without a state that an engine holds, after the tokens with these ids. `is_second`: it was, by another engine.
+    `num_restarts`: how many engines that end it may still outlast. `border_states`: those that came, none or one.
     """
 
     turn: Turn
@@ -65,7 +77,9 @@ class TurnExecution:
     render_options: Mapping[str, Any]
     earlier: Sequence[StoredToken]
     num_chunks: int
-    start_again: Callable[[], Awaitable[SecondStart]] | None
+    start_again: Callable[[tuple[int, ...]], Awaitable[SecondStart]]
+    num_restarts: int = 0
+    is_second: bool = False
     metrics: Metrics
     keeper: StateKeeper
     record_ttl_s: float
@@ -75,9 +89,9 @@ class TurnExecution:
     async def execute(self) -> TurnOutcome:
         """Committed, or failed with an error that a client may see."""
         try:
-            finished, tokens = await self._sample()
-            again = await self._admitted_again(finished) if len(tokens) == len(self.earlier) else None
-            return await (self._commit_or_fail(finished, tokens) if again is None else again.execute())
+            run, finished, tokens = await self._sample()
+            again = await run._admitted_again(finished) if len(tokens) == len(self.earlier) else None
+            return await (run._commit_or_fail(finished, tokens) if again is None else again.execute())
         except NsmError as refusal:
             return await self._fail(Finished(reason=FinishReason.ERROR), refusal)
         except Exception:
@@ -89,19 +103,23 @@ class TurnExecution:
     async def _admitted_again(self, finished: Finished) -> TurnExecution | None:
         """The same turn, if its engine is full or lost the state, and there is room. The client sees nothing of it."""
         is_lost = isinstance(finished.error, EngineDead) and self.start.is_held
-        if self.start_again is None or not (is_lost or isinstance(finished.error, Overloaded)):
+        if self.is_second or not (is_lost or isinstance(finished.error, Overloaded)):
             return None
         try:
-            second = await self.start_again()
+            second = await self.start_again(())
         except NsmError as error:
             logger.info("request %s was not admitted elsewhere: %s", self.request.request_id, error)
             return None  # the first refusal stands
+        return dataclasses.replace(self._begun_again(second), is_second=True)
+
+    def _begun_again(self, second: SecondStart) -> TurnExecution:
         self.turn.begin_again(second.generation, second.start)
         return dataclasses.replace(
-            self, generation=second.generation, start=second.start, request=second.request, start_again=None
+            self, generation=second.generation, start=second.start, request=second.request, border_states=[]
         )
 
-    async def _sample(self) -> tuple[Finished, list[StoredToken]]:
+    async def _sample(self) -> tuple[TurnExecution, Finished, list[StoredToken]]:
+        """To the end, and the turn as it ran last: the engine may have changed on the way."""
         log = TokenWriter(
             self.held,
             self.turn.turn_id,
@@ -110,9 +128,39 @@ class TurnExecution:
             num_chunks=self.num_chunks,
         )
         try:
-            return await self._forward(log), log.tokens
+            run, finished = self, await self._forward(log)
+            while run._may_outlast(finished):
+                restarted = await run._restarted(log.tokens)
+                if restarted is None:
+                    if self.turn.is_stopped:
+                        finished = dataclasses.replace(finished, reason=FinishReason.ABORT, error=None)
+                    break
+                run, finished = restarted, await restarted._forward(log)
+            return run, finished, log.tokens
         finally:
             await log.stop(is_complete=self.turn.is_handed_over)
+
+    def _may_outlast(self, finished: Finished) -> bool:
+        return isinstance(finished.error, EngineDead) and self.num_restarts > 0
+
+    async def _restarted(self, tokens: Sequence[StoredToken]) -> TurnExecution | None:
+        """The turn after these tokens, with the next engine; None if it is stopped first, or none comes in time.
+
+        The session's lease stays with it, so that nobody else takes it over meanwhile.
+        """
+        sampled_ids = tuple(token.token_id for token in tokens)
+        end = time.monotonic() + ENGINE_BACK_S
+        if self.request.deadline is not None:
+            end = min(end, self.request.deadline)
+        while not self.turn.is_stopped and time.monotonic() < end:
+            try:
+                second = await self.start_again(sampled_ids)
+            except (EngineDead, Overloaded, StoreUnavailable):
+                await asyncio.sleep(RETRY_S)
+            else:
+                logger.warning("turn %s goes on with the next engine after %d tokens", self.turn.turn_id, len(tokens))
+                return dataclasses.replace(self._begun_again(second), num_restarts=self.num_restarts - 1)
+        return None
 
     async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnOutcome:
         """The session stays where it is, and the record tells why; that of a turn handed over still runs."""

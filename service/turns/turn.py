@@ -212,7 +212,7 @@ class Turn:
         self.begun.set()
 
     def begin_again(self, generation: Generation, start: ResumedSession) -> None:
-        """The engine refused it before its first token, and it was admitted once more, maybe by another engine."""
+        """It was admitted once more, maybe by another engine: the first one refused it, or ended."""
         self.other_numerics = start.other_numerics
         self.rebuilt = start.rebuilt
         self.attach(generation)
@@ -226,6 +226,11 @@ class Turn:
     def give_up(self) -> None:
         """The server stops: a turn that can be read on elsewhere is left to whoever does, any other keeps nothing."""
         self.stop(HandedOver() if self.is_resumable else stopping())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it must not go on here."""
+        return self._stop_error is not None
 
     @property
     def is_handed_over(self) -> bool:

@@ -56,7 +56,9 @@ def request_of(**changes: object) -> TurnRequest:
 
 
 def test_a_request_comes_back_as_it_was() -> None:
-    request = request_of(deadline=time.monotonic() + 100.0, expected_version=4, identity="key:k", digest="d")
+    request = request_of(
+        deadline=time.monotonic() + 100.0, expected_version=4, identity="key:k", digest="d", outlasts_engine=True
+    )
     raw = encode_request(request, model_fingerprint="m1")
     again, fingerprint = decode_request(raw, SessionKey("a", "s1"), turn_id="t1")
     assert fingerprint == "m1"
@@ -68,6 +70,7 @@ def test_a_request_comes_back_as_it_was() -> None:
         "sampling",
         "has_own_seed",
         "render_options",
+        "outlasts_engine",
     )
     assert [getattr(again, name) for name in same] == [getattr(request, name) for name in same]
     assert again.deadline is not None
