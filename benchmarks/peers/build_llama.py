@@ -89,7 +89,8 @@ def unpack(sdist: Path, directory: Path) -> None:
     shutil.rmtree(partly, ignore_errors=True)
     top = f"{sdist.name.removesuffix('.tar.gz')}/vendor/llama.cpp/"
     with tarfile.open(sdist) as archive:
-        archive.extractall(partly, [item for item in archive if item.name.startswith(top)], filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        archive.extractall(partly, [item for item in archive if item.name.startswith(top)])
     (partly / top).rename(directory)
     shutil.rmtree(partly)
 

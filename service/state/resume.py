@@ -190,7 +190,7 @@ class ResumedSession:
     def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:
         if self.pending_id is None and not turn.input_ids:
             raise InvalidRequest(
-                "input or messages is required: this session has no sampled token that is still to be read",
+                "input must not be empty without messages: this session has no sampled token that is still to be read",
                 param="input",
             )
         if self.head.num_log_tokens == 0 and not turn.is_verbatim:
