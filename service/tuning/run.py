@@ -125,7 +125,7 @@ class JobRun(WorkRun[Job]):
             self.services.metrics.tuning.stopped()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await _until_ended(process)
 
     async def _follow(self, output: asyncio.StreamReader) -> None:
         """Until the job has ended or is paused; with a sign of life for each beat."""
@@ -215,3 +215,16 @@ class JobRun(WorkRun[Job]):
             if head.metadata.get(STATE_JOB) == self.work.id:
                 return head.reference
         return None
+
+
+async def _until_ended(process: asyncio.subprocess.Process) -> None:
+    """Of a killed process, which ends at once: a second cancellation of the task waits for it too."""
+    waiting = asyncio.create_task(process.wait())
+    cancelled: asyncio.CancelledError | None = None
+    while not waiting.done():
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

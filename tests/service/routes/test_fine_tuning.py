@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from service.backends.local import LocalBackend
 from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
 from service.tuning.process import tuning_threads
-from service.tuning.run import JobRun
+from service.tuning.run import JobRun, _until_ended
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tuning import file_of, pairs
@@ -272,3 +274,18 @@ async def test_tenant_has_a_bounded_number_of_open_jobs_and_sees_its_own() -> No
         await library.add(job_of("acme"))
         with pytest.raises(NotFound, match="does not exist"):
             await library.get("rival", jobs[0].id)
+
+
+async def test_a_job_that_is_cancelled_twice_still_waits_for_its_process() -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=pipe)
+    ending = asyncio.create_task(_until_ended(process))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        ending.cancel()
+    await asyncio.sleep(0)
+    assert not ending.done()
+    process.kill()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert process.returncode == -signal.SIGKILL
