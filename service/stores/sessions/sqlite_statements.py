@@ -120,11 +120,16 @@ def get_running(connection: sqlite3.Connection, key: SessionKey) -> RunningTurn 
 
 def get_row(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionRow:
     """Raises NotFound."""
-    query = f"SELECT {_ROW_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
-    values = connection.execute(query, (*key, now)).fetchone()
+    return _row_of(_values_of(connection, key, _ROW_COLUMNS, now))
+
+
+def _values_of(connection: sqlite3.Connection, key: SessionKey, columns: str, now: float) -> tuple[Any, ...]:
+    """Columns of a session that exists at a time. Raises NotFound."""
+    query = f"SELECT {columns} FROM sessions WHERE {ONE} AND {EXISTS}"
+    values: tuple[Any, ...] | None = connection.execute(query, (*key, now)).fetchone()
     if values is None:
         raise missing(connection, key)
-    return _row_of(values)
+    return values
 
 
 def row_id_of(number: int, index: int) -> int:
@@ -150,11 +155,7 @@ def row_ids_of(connection: sqlite3.Connection, key: SessionKey) -> tuple[int, in
 
 def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionHead:
     """Raises NotFound."""
-    query = f"SELECT {HEAD_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
-    row = connection.execute(query, (*key, now)).fetchone()
-    if row is None:
-        raise missing(connection, key)
-    return head_of(row)
+    return head_of(_values_of(connection, key, HEAD_COLUMNS, now))
 
 
 def missing(connection: sqlite3.Connection, key: SessionKey) -> NotFound:
