@@ -320,7 +320,8 @@ async def _migrate(
 
 def _note_odd(migrated: Migrated) -> None:
     if migrated.outcome not in ("migrated", "repaired", "current"):
-        reason = f": {migrated.error}" if migrated.outcome == "failed" else ""
+        error = migrated.error if migrated.outcome == "failed" else None
+        reason = "" if error is None else f": {error.with_notes()}"
         note(f"{_title(migrated.name)}: {MIGRATED[migrated.outcome]}{reason}")
 
 

@@ -60,7 +60,7 @@ def add_playground(app: FastAPI) -> None:
     read_assets()
     redirects = ((ASSETS_URL, to_page), (f"{ASSETS_URL}/", to_page))
     for path, handler in ((PAGE_URL, page), *redirects, (f"{ASSETS_URL}/{{name}}", asset)):
-        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False, response_class=Response)
+        app.add_api_route(path, handler, include_in_schema=False, response_class=Response)
 
 
 async def page(if_none_match: IfNoneMatch = "") -> Response:

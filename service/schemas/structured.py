@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from service.schemas.common import RequestBody
+from service.schemas.strict import closed, read_strict
 from service.web.errors import shown
 
 MAX_CHOICE_TEXTS = 1024
@@ -74,12 +75,11 @@ def read_format(value: Any, param: str, prefix: str, *, nested: bool = True) -> 
         if not isinstance(named, dict):
             raise InvalidRequest(f"{where} must be an object with a schema, got {shown(named)}", param=where)
     _refuse_unknown(named, NAMED_FIELDS, where)
-    if not isinstance(named.get("strict"), bool | None):
-        raise InvalidRequest(f"{where}.strict must be a boolean, got {shown(named['strict'])}", param=f"{where}.strict")
-    return _read_schema(named.get("schema"), f"{where}.schema", prefix)
+    is_strict = read_strict(named.get("strict"), f"{where}.strict")
+    return _read_schema(named.get("schema"), f"{where}.schema", prefix, is_strict=is_strict)
 
 
-def _read_schema(value: Any, param: str, prefix: str) -> Grammar:
+def _read_schema(value: Any, param: str, prefix: str, *, is_strict: bool = False) -> Grammar:
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -88,7 +88,7 @@ def _read_schema(value: Any, param: str, prefix: str) -> Grammar:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param} must be a JSON schema (an object), got {shown(value)}", param=param)
     try:
-        return json_schema_grammar(value, param=param, prefix=prefix)
+        return json_schema_grammar(closed(value, param) if is_strict else value, param=param, prefix=prefix)
     except RecursionError as error:
         raise InvalidRequest(f"{param} is nested too deeply", param=param) from error
 

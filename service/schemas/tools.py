@@ -12,6 +12,7 @@ from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.tool_calls import Tool, tools_grammar
+from service.schemas.strict import closed, read_strict
 from service.web.errors import shown
 
 MAX_TOOLS = 128
@@ -108,7 +109,11 @@ def _read_tool(tool: Any, param: str, *, nested: bool) -> Tool:
     return Tool(
         name=_checked_name(function.get("name"), f"{where}.name"),
         description=_checked_description(function.get("description"), f"{where}.description"),
-        parameters=_checked_parameters(function.get("parameters"), f"{where}.parameters"),
+        parameters=_checked_parameters(
+            function.get("parameters"),
+            f"{where}.parameters",
+            is_strict=read_strict(function.get("strict"), f"{where}.strict"),
+        ),
     )
 
 
@@ -128,13 +133,17 @@ def _checked_description(text: Any, param: str) -> str:
     return text or ""
 
 
-def _checked_parameters(schema: Any, param: str) -> dict[str, Any]:
+def _checked_parameters(schema: Any, param: str, *, is_strict: bool) -> dict[str, Any]:
     """A call's arguments are an object, whether or not the schema says so; without a schema, an empty one."""
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(f"{param} must be a JSON schema of an object, got {shown(schema)}", param=param)
-    return {"type": "object", **schema}
+    typed = {"type": "object", **schema}
+    try:
+        return closed(typed, param) if is_strict else typed
+    except RecursionError as error:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from error
 
 
 def _read_choice(choice: Any, names: Sequence[str], *, nested: bool) -> str:

@@ -31,6 +31,7 @@ from service.state.rebuild import LostState, Replay, read_replay
 from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import Commit, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
+from service.transfer.damage import damage_of
 from service.turns.lease import HeldLease, Leases
 
 Migration = Literal[
@@ -85,7 +86,8 @@ class Migrator:
 
     async def _migrate(self, name: SessionKey) -> Migrated:
         try:
-            return await self._try(name)
+            with damage_of(f"session {name.session_id!r}"):
+                return await self._try(name)
         except NotFound:
             return Migrated(name, "gone")
         except StateMismatch as error:

@@ -197,9 +197,13 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def _method_not_allowed(request: Request, error: HTTPException) -> HTTPException:
-    """With the method and all that the path has, in the message and in `Allow`; the router knows one route's only."""
+    """With the method and all that the path has, in the message and in `Allow`; the router knows one route's only.
+
+    HEAD is answered wherever GET is: `AnswerHead`.
+    """
     at_path = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    allowed = ", ".join(sorted({method for route in at_path for method in getattr(route, "methods", None) or ()}))
+    methods = {method for route in at_path for method in getattr(route, "methods", None) or ()}
+    allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
     message = f"{request.method} is not allowed at {request.url.path}, only {allowed}"
     return HTTPException(405, message, {**(error.headers or {}), "Allow": allowed})
 

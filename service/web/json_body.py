@@ -69,6 +69,8 @@ class JsonRoute(APIRoute):
         # A handler that takes the request reads its body itself. Those of GET have no meaning
         is_read_here = self.dependant.request_param_name is None
         has_no_fields = body_field is None and is_read_here and "GET" not in (self.methods or ())
+        # of a second route at the same path, which this one describes beside its own
+        others = tuple((self.openapi_extra or {}).get("requestBody", {}).get("content", {}))
 
         async def parse_then_handle(request: Request) -> Response:
             check_query(request.query_params.multi_items(), known, whole)
@@ -76,7 +78,7 @@ class JsonRoute(APIRoute):
             if body_field is not None:
                 raw = await request.body()
                 if raw or body_field.field_info.is_required():
-                    check_content_type(request.headers.get("content-type", ""))
+                    check_content_type(request.headers.get("content-type", ""), others)
                     is_large = len(raw) > INLINE_BYTES
                     value = await asyncio.to_thread(read_large, raw, body_field) if is_large else parse(raw)
                     request = JsonRequest(request, raw, value)
@@ -201,13 +203,18 @@ def count_parts(raw: bytes) -> int:
     return int(np.count_nonzero(num_quotes_before % 2 == 0))  # the others stand in strings
 
 
-def check_content_type(value: str) -> None:
-    """Raises HTTPException 415. Strict, so that no web page can post to a local server as a plain form."""
+def check_content_type(value: str, others: Sequence[str] = ()) -> None:
+    """Raises HTTPException 415 for all but JSON, so that no web page can post to a local server as a plain form.
+
+    `others`: types that are taken at the same path elsewhere, for the message.
+    """
     message = Message()
     message["content-type"] = value or "none/none"
     subtype = message.get_content_subtype()
     if message.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
-        raise HTTPException(415, f"the Content-Type must be application/json, got {value or 'none'}")
+        *first, last = ("application/json", *others)
+        allowed = f"{', '.join(first)} or {last}" if first else last
+        raise HTTPException(415, f"the Content-Type must be {allowed}, got {value or 'none'}")
     if message.get_content_charset("utf-8") not in UTF8_NAMES:
         raise HTTPException(415, f"the Content-Type must have no charset but utf-8, got {value}")
 

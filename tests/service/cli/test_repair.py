@@ -16,6 +16,8 @@ from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import BpeTokenizer
 from tests.service.cli.conftest import Nsm, assert_one_line, id_of
 from tests.service.cli.test_sessions import talk
+from tests.service.cli.test_transfer import snapshot_of
+from tests.support.damaged_pages import damage_blob
 from tests.support.models import save_small_model
 from tests.support.redis_servers import Topology
 
@@ -247,6 +249,19 @@ def test_R3_damage_is_reported_and_repaired(nsm: Nsm, data_dir: Path) -> None:
     assert done.stdout.startswith(f"default/{session_id}: damaged: ")
     assert nsm("sessions", "migrate", "--damaged").stdout == "migrate: 1 repaired\n"
     assert nsm("sessions", "verify").exit_code == 0
+
+
+def test_X6_a_session_on_damaged_pages_is_named_and_the_others_come_to_the_model(
+    nsm: Nsm, data_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSM_SNAPSHOT_TOKENS", "0")
+    talk(nsm, "Hello")
+    damaged = talk(nsm, "Hello again")  # the newest, and so the first of the list
+    damage_blob(data_dir / "sessions.db", snapshot_of(data_dir, damaged))
+    result = nsm("sessions", "migrate", "--model", other_model_dir)
+    assert (result.exit_code, result.stdout) == (1, "migrate: 1 migrated, 1 failed\n")
+    assert result.stderr.startswith(f"default/{damaged}: failed: session '{damaged}' cannot be read: ")
+    assert str(data_dir / "sessions.db") in result.stderr
 
 
 @pytest.mark.redis

@@ -85,6 +85,16 @@ async def test_a_forced_answer_is_a_call_within_its_schema(server: Gateway, choi
         check_json(call["function"]["arguments"], PARAMETERS[call["function"]["name"]])
 
 
+async def test_a_strict_tools_arguments_have_no_invented_fields(server: Gateway) -> None:
+    function = TOOLS[0]["function"] | {
+        "parameters": {key: POINT[key] for key in ("type", "properties", "required", "$defs")}
+    }
+    tools = [{"type": "function", "function": function | {"strict": True}}]
+    for seed in range(4):
+        answer = await ask(server, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed)
+        check_json(answer["message"]["tool_calls"][0]["function"]["arguments"], POINT)
+
+
 async def test_several_calls_are_allowed_unless_they_are_not(server: Gateway) -> None:
     body = {"tool_choice": "required", "logit_bias": {"0": -100.0}, "max_tokens": 300, "temperature": 0.5}
     answer = await ask(server, **body)  # without end of text it goes on with calls

@@ -161,6 +161,9 @@ async def test_charsets_encodings_and_queries_are_checked(server: Gateway) -> No
     packed = await append(server, b"a", **{"content-encoding": "gzip"})
     other = await append(server, BODY, path=f"{PATH}?version=1")
     assert [one.status_code for one in (latin, packed, other)] == [415, 415, 400]
+    form = await append(server, b"a", **{"content-type": "application/x-www-form-urlencoded"})
+    allowed = "application/json, application/x-ndjson or text/plain, got application/x-www-form-urlencoded"
+    assert (form.status_code, error_of(form)["message"]) == (415, f"the Content-Type must be {allowed}")
     missing = await append(server, BODY, path="/v1/sessions/s2/append")
     assert error_of(missing)["code"] == "session_not_found"
 

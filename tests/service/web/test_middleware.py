@@ -36,6 +36,15 @@ async def test_head_is_refused_where_get_is() -> None:
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/playground", "/playground/app.js", "/health", "/docs", "/v1/sessions/s1/states"]
+)
+async def test_allow_names_head_beside_get(path: str) -> None:
+    async with gateway(FakeBackend()) as server:
+        answer = await server.client.post(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+
+
 # ---- leaving -------------------------------------------------------------------------------------------------------
 
 
