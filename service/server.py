@@ -25,6 +25,7 @@ from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, NsmError
 from nsm_core.heap import freeze_objects
 from nsm_core.model.bundled import find_checkpoint, no_model
+from nsm_core.stored_code import storing_code
 from service.addresses import is_loopback
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
 from service.local_model import limit_threads_and_memory, make_local_backend
@@ -93,15 +94,20 @@ def run_gateway(
     supervision: Supervision | None = None,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
+    with storing_code():
+        app = _make_app(settings, make)
+        config = uvicorn_config(app)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(serve(app, config, sock, supervision))
+
+
+def _make_app(settings: Settings, make: Callable[[Settings], InferenceBackend]) -> FastAPI:
     with without_pydantic_v1():
         from service.app import create_app  # a supervisor of workers needs no web framework
 
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
-    app = create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
-    config = uvicorn_config(app)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(app, config, sock, supervision))
+    return create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
 
 
 async def serve(
