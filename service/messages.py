@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ MESSAGES: Mapping[str, str] = {
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
 }
+BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")  # NaN is within none
 
 
 def quoted(name: str, most: int = 80) -> str:
@@ -43,7 +45,8 @@ def quoted(name: str, most: int = 80) -> str:
 
 def validation_message(error: Mapping[str, Any]) -> str:
     """The message for one of `ValidationError.errors()`; it follows the field's name."""
-    template = MESSAGES.get(error["type"])
+    kind = "finite_number" if error["type"] in BOUNDS and _is_nan(error.get("input")) else error["type"]
+    template = MESSAGES.get(kind)
     if template is not None:
         context = {name: _number(value) for name, value in error.get("ctx", {}).items()}
         is_one = 1 in (context.get("min_length"), context.get("max_length"))
@@ -57,6 +60,14 @@ def wrong_length(error: Mapping[str, Any]) -> int | None:
         return None
     value = error.get("input")
     return len(value) if isinstance(value, str | list | dict) else None
+
+
+def _is_nan(value: object) -> bool:
+    """Also as text, of which settings and options come."""
+    try:
+        return isinstance(value, str | float) and math.isnan(float(value))
+    except ValueError:
+        return False
 
 
 def _number(value: object) -> object:

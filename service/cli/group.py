@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from nsm_core.errors import NsmError
+from service.messages import quoted, validation_message
 
 
 class Commands(TyperGroup):
@@ -29,6 +30,7 @@ class Commands(TyperGroup):
         try:
             status = super().main(given or ["--help"], "nsm", complete_var, False, windows_expand_args, **extra)
         except typer.TyperException as error:
+            _reword(error)
             message = _one_line(error.format_message())
             if message:  # none where a group without a command has shown its help
                 print(f"nsm: {message}", file=sys.stderr)
@@ -50,6 +52,18 @@ class Commands(TyperGroup):
             if is_debug:
                 raise
             raise typer.TyperException(_describe(error)) from error
+
+
+def _reword(error: typer.TyperException) -> None:
+    """A value that pydantic refused, in the words of settings and of HTTP's errors."""
+    refused = error.__cause__
+    if refused is None:
+        return
+    from pydantic import ValidationError
+
+    if isinstance(refused, ValidationError):
+        found = refused.errors()[0]
+        error.message = f"{validation_message(found)}, got {quoted(str(found['input']))}"
 
 
 def _describe(error: Exception) -> str:

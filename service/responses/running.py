@@ -196,4 +196,4 @@ async def wait_for_result(scope: TenantScope, stored: StoredResponse) -> StoredR
 
 
 def _lost() -> NsmError:
-    return NsmError("the server that ran this response was lost; nothing of it was kept")
+    return NsmError("the server that ran this response was lost, and nothing of it was kept: create it again")

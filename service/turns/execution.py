@@ -136,12 +136,26 @@ class TurnExecution:
                         finished = dataclasses.replace(finished, reason=FinishReason.ABORT, error=None)
                     break
                 run, finished = restarted, await restarted._forward(log)
+            if isinstance(finished.error, EngineDead) and self.num_restarts:
+                finished = dataclasses.replace(finished, error=run._given_up(finished.error, self.num_restarts))
             return run, finished, log.tokens
         finally:
             await log.stop(is_complete=self.turn.is_handed_over)
 
     def _may_outlast(self, finished: Finished) -> bool:
         return isinstance(finished.error, EngineDead) and self.num_restarts > 0
+
+    def _given_up(self, error: EngineDead, num_restarts: int) -> EngineDead:
+        """The error of a turn that has outlasted all the engines that it may, with what helps."""
+        if self.num_restarts:
+            return EngineDead(
+                f"{error}, and no other came within {ENGINE_BACK_S:g} s or before the deadline; nothing was kept: "
+                "send it again once /health/ready is 200"
+            )
+        return EngineDead(
+            f"{error}, as {num_restarts} others before it; nothing was kept: the request itself may end them, so see "
+            "the engine's last lines in the server's log before you send it again"
+        )
 
     async def _restarted(self, tokens: Sequence[StoredToken]) -> TurnExecution | None:
         """The turn after these tokens, with the next engine; None if it is stopped first, or none comes in time.

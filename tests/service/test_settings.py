@@ -146,7 +146,7 @@ def test_name_before_the_first_model_is_a_setting_of_its_own(path: str) -> None:
         ("NSM_DEVICE", "cpu,", ["NSM_DEVICE (--device)", "auto, cpu, cuda", "'cpu,'"]),
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
         ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
-        ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "'nan'"]),
+        ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "must be a finite number, got 'nan'"]),
         ("NSM_NUM_THREADS", "100000", ["NSM_NUM_THREADS", "--num-threads", "1024", "'100000'"]),
         ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),

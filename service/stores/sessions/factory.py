@@ -26,16 +26,24 @@ def make_store(settings: Settings) -> SqliteSessionStore | RedisSessionStore:
         return RedisSessionStore(parse_redis_url(settings.store))
     path = settings.database_path()
     if path is not None:  # else in memory
-        require_directory(path.parent)
+        require_directory(path)
     return SqliteSessionStore(path)
 
 
-def require_directory(directory: Path) -> None:
-    """Raises ConfigError if the directory is not there and cannot be made."""
+def require_directory(path: Path) -> None:
+    """Raises ConfigError if the directory of the store's file is not there and cannot be made, or is read-only."""
+    directory = path.parent
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if there.is_dir():
         fault = None if os.access(there, os.W_OK | os.X_OK) else "not writable"
     else:
         fault = "a symbolic link to nothing" if there.is_symlink() else "not a directory"
     if fault is not None:
-        raise ConfigError(f"sessions cannot be stored in {directory} (NSM_DATA_DIR, NSM_STORE): {there} is {fault}")
+        where = f"{directory} (NSM_DATA_DIR, NSM_STORE)"
+        message = f"sessions cannot be stored in {where}: {there} is {fault}"
+        if os.path.exists(path):
+            message = (
+                f"the session store {path.name} cannot be opened in {where}: {there} is {fault}, and a command that "
+                f"only reads needs files beside it too; copy {path.name}* to a directory that is, and name that"
+            )
+        raise ConfigError(message)

@@ -177,7 +177,7 @@ class FileDatabase:
         try:
             yield
         except OSError as error:
-            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
+            raise StoreUnavailable(f"cannot {_failed_to_create(self._path, error)}") from error
 
     async def _prepare(self, parts: _Parts) -> None:
         def prepare(connection: sqlite3.Connection) -> None:
@@ -254,6 +254,13 @@ class FileDatabase:
     async def _write(self, work: Work[Result]) -> Result:
         parts = _opened(self._parts)
         return await parts.writer.run(lambda connection: _acknowledged(parts.watch, connection, work))
+
+
+def _failed_to_create(path: Path, error: OSError) -> str:
+    """What could not be done, and why."""
+    if not path.parent.exists():
+        return f"create the directory {path.parent} of the session store: {error.strerror}"
+    return f"create the session store {path}: {error.strerror}"
 
 
 def _acknowledged(watch: FileWatch, connection: sqlite3.Connection, work: Work[Result]) -> Result:

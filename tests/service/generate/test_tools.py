@@ -86,10 +86,8 @@ async def test_a_forced_answer_is_a_call_within_its_schema(server: Gateway, choi
 
 
 async def test_a_strict_tools_arguments_have_no_invented_fields(server: Gateway) -> None:
-    function = TOOLS[0]["function"] | {
-        "parameters": {key: POINT[key] for key in ("type", "properties", "required", "$defs")}
-    }
-    tools = [{"type": "function", "function": function | {"strict": True}}]
+    parameters = {key: value for key, value in POINT.items() if key != "additionalProperties"}
+    tools = [{"type": "function", "function": {"name": "locate", "strict": True, "parameters": parameters}}]
     for seed in range(4):
         answer = await ask(server, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed)
         check_json(answer["message"]["tool_calls"][0]["function"]["arguments"], POINT)

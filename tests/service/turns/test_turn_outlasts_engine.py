@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from nsm_core.errors import EngineDead, TurnCancelled
+from service.turns import execution
 from service.turns.codec import decode_tokens
 from service.turns.execution import MAX_RESTARTS
 from service.turns.turn import HandedOver
@@ -42,7 +45,16 @@ async def test_P3_one_that_ends_every_engine_fails_after_a_few() -> None:
     async with make_harness(backend) as harness:
         tokens, end = await collect(await harness.open(5, outlasts_engine=True))
         assert (len(tokens), end.head.version, type(end.error)) == (2, 0, EngineDead)
+        assert str(end.error).startswith("the engine's process ended, as 2 others before it; nothing was kept: ")
         assert len(backend.requests) == 1 + MAX_RESTARTS
+
+
+async def test_P3_one_for_which_no_engine_comes_in_time_fails_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "ENGINE_BACK_S", 0.0)
+    async with make_harness(failing()) as harness:
+        _, end = await collect(await harness.open(5, outlasts_engine=True))
+        assert str(end.error).startswith("the engine's process ended, and no other came within 0 s or before the ")
+        assert str(end.error).endswith("send it again once /health/ready is 200")
 
 
 async def test_P3_any_other_turn_ends_with_its_engine() -> None:
