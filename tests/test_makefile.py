@@ -63,27 +63,28 @@ def test_marks_of_another_torch_go_when_one_is_installed(tmp_path: Path, has_tor
     assert [mark.exists() for mark in marks] == [has_torch, has_torch]
 
 
-def test_setup_tells_a_terminal_alone_that_it_is_at_work(tmp_path: Path) -> None:
-    """On the terminal its pip installs no package until a line has come."""
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
+def test_setup_has_a_line_for_each_stage_and_says_that_it_is_at_work(tmp_path: Path, is_terminal: bool) -> None:
+    """Its pip installs no package until a line has come."""
     python, go_on = tmp_path / "bin" / "python", tmp_path / "go-on"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ncase "$TERMINAL $*" in yes*hashes*) read -r _ < {go_on};; esac\n')
+    python.write_text(f'#!/bin/sh\ncase "$*" in *hashes*) read -r _ < {go_on};; esac\n')
     python.chmod(0o755)
     os.mkfifo(go_on)
     command = ["scripts/setup", str(python), str(tmp_path), "scripts/serve.lock", "1.0"]
     environ = os.environ | {"CXX": "true", "SETUP_TELL_S": "0.05"}
-    logged = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^setup: (\S+)", logged, re.MULTILINE) == ["2", "3", "done"]
-    assert logged.count("\n") == 3
-    master, terminal = pty.openpty()
-    environ["TERMINAL"] = "yes"
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=terminal, stderr=terminal) as setup:
-        os.close(terminal)
-        with open(master, encoding="utf-8") as shown:
-            line = rf"setup: still at work after \d+ s, \d+ MB in {tmp_path}\n"
-            while not re.fullmatch(line, shown.readline()):
-                pass
-            go_on.write_text("\n")
-            with contextlib.suppress(OSError):  # so ends a terminal that nobody writes to any more
-                shown.read()
+    master, output = pty.openpty() if is_terminal else os.pipe()
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output) as setup:
+        os.close(output)
+        shown = b""
+        while not re.search(
+            rb"^setup: still at work after \d+ s, \d+ MB in %b\r?\n" % bytes(tmp_path), shown, re.MULTILINE
+        ):
+            shown += os.read(master, 4096)
+        go_on.write_text("\n")
+        with contextlib.suppress(OSError):  # so ends a terminal that nobody writes to any more
+            while piece := os.read(master, 4096):
+                shown += piece
+    os.close(master)
     assert setup.returncode == 0
+    assert re.findall(rb"^setup: (\d|done)", shown, re.MULTILINE) == [b"2", b"3", b"4", b"5", b"done"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -12,6 +13,8 @@ from service.deps import Services, ServicesDep
 from service.schemas.answers import LiveAnswer, ReadyAnswer
 from service.web.json_body import json_response
 from service.web.openapi import answers
+
+logger = logging.getLogger("nsm.health")
 
 STORE_PROBE_TIMEOUT_S = 2.0
 
@@ -45,22 +48,29 @@ async def live() -> Response:
 )
 async def ready(services: ServicesDep) -> Response:
     """New work is welcome: the engine's loop is alive, the store takes writes, and the server is not stopping."""
+    fault = await store_fault(services)
     checks = {
         "engine": services.backend.is_ready(),
-        "store": await is_writable(services),
+        "store": fault is None,
         "accepting": not services.lifecycle.is_draining,
     }
     is_ready = all(checks.values())
     status = "ready" if is_ready else "not ready"
-    body = {"status": status, "checks": checks, "replica": services.turns.replica}
+    reasons = {} if fault is None else {"reasons": {"store": fault}}
+    body = {"status": status, "checks": checks, **reasons, "replica": services.turns.replica}
     return json_response(body, 200 if is_ready else 503)
 
 
-async def is_writable(services: Services) -> bool:
-    """A store that does not answer in time counts as one that cannot be written."""
+async def store_fault(services: Services) -> str | None:
+    """Why the store cannot be written, for a client; the log has the operator's notes too. None: it can."""
     try:
         async with asyncio.timeout(STORE_PROBE_TIMEOUT_S):
             await services.store.check_writable()
-    except (NsmError, TimeoutError):
-        return False
-    return True
+    except NsmError as error:
+        logger.warning("not ready: %s", error.with_notes())
+        return str(error)
+    except TimeoutError:
+        fault = f"the session store did not answer within {STORE_PROBE_TIMEOUT_S:g} s"
+        logger.warning("not ready: %s", fault)
+        return fault
+    return None

@@ -354,10 +354,11 @@ class LiveAnswer(Answer):
 
 
 class ReadyAnswer(Answer):
-    """Whether new work is welcome, and what says so."""
+    """Whether new work is welcome, and what says so; `reasons`: of checks that failed, where one is known."""
 
     status: Literal["ready", "not ready"]
     checks: dict[str, bool]
+    reasons: dict[str, str] | None = None
     replica: str
 
 

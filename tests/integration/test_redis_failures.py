@@ -138,7 +138,7 @@ async def test_a_server_that_hangs_is_given_up(durable: Topology) -> None:
     async with opened_redis(f"{durable.url}?socket_timeout_s=0.2") as store:
         head = await create(store)
         durable.servers[0].pause()
-        with pytest.raises(StoreUnavailable, match="TimeoutError"):
+        with pytest.raises(StoreUnavailable, match="no answer in time"):
             await store.get(KEY)
         durable.servers[0].resume()
         assert await store.get(KEY) == head

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 
 from redis import exceptions
+from redis.asyncio.sentinel import MasterNotFoundError
 
 from nsm_core.errors import NsmError, SnapshotCorrupt, StorageFull, StoreUnavailable
 
@@ -31,6 +34,24 @@ _PASSING = (
     OSError,
     asyncio.IncompleteReadError,
 )
+# Words for clients and logs. Of nested errors the innermost that is here tells most
+_HINDRANCES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    ((exceptions.ReadOnlyError,), "takes no writes: the server is a read-only replica"),
+    ((ConnectionRefusedError,), "cannot be reached: connection refused"),
+    ((socket.gaierror,), "cannot be reached: no address is known for its host name"),
+    ((ssl.SSLError,), "cannot be reached: TLS failed"),
+    ((exceptions.TimeoutError, TimeoutError), "cannot be reached: no answer in time"),
+    ((MasterNotFoundError,), "cannot be reached: no Sentinel names a master"),
+    ((ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError), "cannot be reached: the connection broke"),
+)
+_HINDRANCES_BY_CODE = {
+    "BUSY": "does not answer: a script holds the server",
+    "CLUSTERDOWN": "cannot be reached: the cluster is down",
+    "LOADING": "is not ready: the server still loads its data",
+    "MASTERDOWN": "is not ready: the replica has lost its master",
+    "NOREPLICAS": "takes no writes: too few replicas are connected",
+    "READONLY": "takes no writes: the server is a read-only replica",
+}
 ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, asyncio.IncompleteReadError)
 
 
@@ -53,18 +74,36 @@ def translate(error: BaseException) -> NsmError:
         message = "the session store has no database of the number that NSM_STORE ends with"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if is_refusal(error):
-        message = "the session store refuses the user, the password or a command"
-        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
+        return StoreUnavailable(f"the session store {_refusal(error)}", retry_after_s=RETRY_AFTER_REFUSED_S)
     if _code(error) == "WRONGTYPE":
         return SnapshotCorrupt("a key of the session store holds a value of another type; it is not used")
     if _code(error) == "MISCONF":
         message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if is_passing(error):
-        message = f"the session store cannot be reached ({type(error).__name__})"
-        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_S)
+        return StoreUnavailable(f"the session store {_hindrance(error)}", retry_after_s=RETRY_AFTER_S)
     kind = _code(error) or type(error).__name__
     return StoreUnavailable(f"the session store failed ({kind})")
+
+
+def _refusal(error: BaseException) -> str:
+    causes = [cause for cause in (error, error.__cause__) if cause is not None]
+    if any(isinstance(cause, exceptions.NoPermissionError) or _code(cause) == "NOPERM" for cause in causes):
+        return "refuses the user a command or a key (NOPERM)"
+    if any("Authentication required" in str(cause) for cause in causes):
+        return "asks for a password, and NSM_STORE has none"
+    return "refuses the user or the password"
+
+
+def _hindrance(error: BaseException) -> str:
+    """What passes by itself, by the innermost cause that has words here."""
+    found: str | None = None
+    cause: BaseException | None = error
+    while cause is not None:
+        found = next((words for kinds, words in _HINDRANCES if isinstance(cause, kinds)), found)
+        found = _HINDRANCES_BY_CODE.get(_code(cause), found)
+        cause = cause.__cause__ or cause.__context__
+    return found or f"cannot be reached ({type(error).__name__})"
 
 
 def _code(error: BaseException | None) -> str:

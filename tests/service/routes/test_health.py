@@ -23,12 +23,18 @@ async def test_ready_when_the_engine_turns_and_the_store_takes_writes() -> None:
         assert (await server.client.get("/health/live")).status_code == 200
 
 
-@pytest.mark.parametrize("fault", ["full", "hangs"])
-async def test_a_store_that_cannot_be_written_is_not_ready(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("full", "no room"), ("hangs", "the session store did not answer within 0.01 s")]
+)
+async def test_a_store_that_cannot_be_written_is_not_ready_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, reason: str
+) -> None:
     async def check_writable() -> None:
         if fault == "hangs":
             await asyncio.Event().wait()
-        raise StorageFull("no room")
+        error = StorageFull("no room")
+        error.add_note("redis://10.0.0.1")
+        raise error
 
     monkeypatch.setattr(health, "STORE_PROBE_TIMEOUT_S", 0.01)
     async with gateway(FakeBackend()) as server:
@@ -36,6 +42,9 @@ async def test_a_store_that_cannot_be_written_is_not_ready(monkeypatch: pytest.M
         answer = await server.client.get("/health/ready")
     assert answer.status_code == 503
     assert answer.json()["checks"] == {"engine": True, "store": False, "accepting": True}
+    assert answer.json()["reasons"] == {"store": reason}
+    assert f"not ready: {reason}" in caplog.text
+    assert ("redis://10.0.0.1" in caplog.text) == (fault == "full")
 
 
 async def test_a_stopping_server_is_not_ready_and_takes_no_new_work() -> None:
