@@ -35,7 +35,7 @@ _PASSING = (
     asyncio.IncompleteReadError,
 )
 # Words for clients and logs. Of nested errors the innermost that is here tells most
-_HINDRANCES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+_REASONS: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     ((exceptions.ReadOnlyError,), "takes no writes: the server is a read-only replica"),
     ((ConnectionRefusedError,), "cannot be reached: connection refused"),
     ((socket.gaierror,), "cannot be reached: no address is known for its host name"),
@@ -44,7 +44,7 @@ _HINDRANCES: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     ((MasterNotFoundError,), "cannot be reached: no Sentinel names a master"),
     ((ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError), "cannot be reached: the connection broke"),
 )
-_HINDRANCES_BY_CODE = {
+_REASONS_BY_CODE = {
     "BUSY": "does not answer: a script holds the server",
     "CLUSTERDOWN": "cannot be reached: the cluster is down",
     "LOADING": "is not ready: the server still loads its data",
@@ -81,7 +81,7 @@ def translate(error: BaseException) -> NsmError:
         message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if is_passing(error):
-        return StoreUnavailable(f"the session store {_hindrance(error)}", retry_after_s=RETRY_AFTER_S)
+        return StoreUnavailable(f"the session store {_reason(error)}", retry_after_s=RETRY_AFTER_S)
     kind = _code(error) or type(error).__name__
     return StoreUnavailable(f"the session store failed ({kind})")
 
@@ -95,13 +95,13 @@ def _refusal(error: BaseException) -> str:
     return "refuses the user or the password"
 
 
-def _hindrance(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """What passes by itself, by the innermost cause that has words here."""
     found: str | None = None
     cause: BaseException | None = error
     while cause is not None:
-        found = next((words for kinds, words in _HINDRANCES if isinstance(cause, kinds)), found)
-        found = _HINDRANCES_BY_CODE.get(_code(cause), found)
+        found = next((words for kinds, words in _REASONS if isinstance(cause, kinds)), found)
+        found = _REASONS_BY_CODE.get(_code(cause), found)
         cause = cause.__cause__ or cause.__context__
     return found or f"cannot be reached ({type(error).__name__})"
 

@@ -39,22 +39,22 @@ def caused_by(error: BaseException, cause: BaseException) -> BaseException:
     ],
 )
 def test_D2_an_unavailable_redis_is_told_with_its_cause(error: BaseException, retry_s: float, words: str) -> None:
-    told = translate(error)
-    assert isinstance(told, StoreUnavailable)
-    assert words in str(told)
-    assert told.retry_after_s == retry_s
+    translated = translate(error)
+    assert isinstance(translated, StoreUnavailable)
+    assert words in str(translated)
+    assert translated.retry_after_s == retry_s
 
 
 def test_D2_the_cause_of_a_clusters_error_is_found_within_it() -> None:
     refused = caused_by(exceptions.ConnectionError("Error 111 to 10.0.0.1"), ConnectionRefusedError(111, "10.0.0.1"))
-    told = translate(caused_by(exceptions.RedisClusterException("no node at 10.0.0.1"), refused))
-    assert str(told) == "the session store cannot be reached: connection refused"
+    translated = translate(caused_by(exceptions.RedisClusterException("no node at 10.0.0.1"), refused))
+    assert str(translated) == "the session store cannot be reached: connection refused"
 
 
 @pytest.mark.parametrize(
     "error", [exceptions.OutOfMemoryError("command not allowed"), exceptions.ResponseError("OOM x")]
 )
 def test_D3_a_full_redis_is_told_as_full(error: Exception) -> None:
-    told: NsmError = translate(error)
-    assert isinstance(told, StorageFull)
-    assert "maxmemory" in str(told)
+    translated: NsmError = translate(error)
+    assert isinstance(translated, StorageFull)
+    assert "maxmemory" in str(translated)
