@@ -65,6 +65,7 @@ class NoExecutor:
     prompt_unit = 1
     reads_ragged = False
     decode_rounds = None
+    prepare_more = None
 
     def __init__(self, model: NoModel, *, num_rows: int, poison: bool, num_rounds: int | None = None) -> None:
         """`num_rounds`: of a launch that is waited for later; None: every step is waited for."""

@@ -42,6 +42,7 @@ class NoEngine:
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
         self._tagged = TaggedRows(self._ids)
         self.may_overlap = True  # so that it is asked for its arrays
+        self.is_preparing = False
         self.grammars = grammars(tokenizer)
         self.interrupt = threading.Event()  # which nothing waits for: steps here are short
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from nsm_core.control_group import usable_threads
 from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, DeviceUnusable
+from nsm_core.execution.cuda import early_start
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import limit_arenas
 from nsm_core.tokenizer import encode_on_one_thread
@@ -30,11 +32,20 @@ def limit_threads_and_memory() -> None:
     limit_arenas(NUM_ARENAS)
 
 
+def begin_on_device(settings: Settings) -> None:
+    """Before torch is imported: what a GPU needs time for happens meanwhile."""
+    device = settings.devices[0]
+    if device != "cpu" and not settings.executor.startswith("native"):
+        early_start.begin(device)
+
+
 def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBackend:
     """The model in this process. `num_engines`: of the server, each in a process of its own.
 
     Raises CheckpointError or ConfigError.
     """
+    if "torch" not in sys.modules:
+        begin_on_device(settings)
     with modules_by_name():
         import_torch()
         from nsm_core.engine.step_stats import meter_of

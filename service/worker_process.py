@@ -27,7 +27,7 @@ from service.lifecycle.hang_watch import HangWatch
 from service.lifecycle.lifecycle import WORKER_END_S
 from service.lifecycle.pulse import SAMPLE_S, Pulse
 from service.lifecycle.start_report import StartReporter
-from service.local_model import limit_threads_and_memory
+from service.local_model import begin_on_device, limit_threads_and_memory
 from service.settings import Settings
 from service.telemetry.logs import configure_logging
 
@@ -106,6 +106,7 @@ def _end_with_supervisor(is_orphan: threading.Event) -> None:
 
 def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter, times: StageTimes) -> None:
     """Signals are for the supervisor. This process ends after the workers: their turns finish, or are handed over."""
+    begin_on_device(settings)
     with storing_code():
         import_torch()
         import uvicorn

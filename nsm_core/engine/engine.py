@@ -30,7 +30,7 @@ from nsm_core.engine.step_stats import StepStats
 from nsm_core.engine.token_rows import TokenBatch, TokenRows
 from nsm_core.engine.token_text import TokenText
 from nsm_core.errors import EngineDead, InvalidRequest, StepFailed
-from nsm_core.execution.base import ExecutorFactory, SequenceModel
+from nsm_core.execution.base import ExecutorFactory, PrepareMore, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.grammars.compiler import GrammarCompiler
 from nsm_core.grammars.matcher import TokenMatcher
@@ -97,6 +97,7 @@ class Engine:
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
         self._rest = Rest(self._runner.pool, clock)
+        self._prepare_more = made.prepare_more
         self._routing = RoutingWatch(probe, clock=clock)
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
         self._slices = DecodeSlices(is_possible=made.decode_rounds is not None)
@@ -214,9 +215,30 @@ class Engine:
         """Plain tokens of tagged requests since the last call; they come before the events of the last step."""
         return self._applier.take_tokens()
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether `rest` has more to prepare: whoever steps should call it again soon, also without requests."""
+        return self._prepare_more is not None
+
     def rest(self) -> None:
-        """After each turn of whoever steps: an engine that has been idle for a while gives memory back."""
-        self._rest.turn(has_work=self.has_work or self._in_flight is not None)
+        """After each turn of whoever steps. An idle engine prepares what its start has left, a part at a time; one that
+        has been idle for a while gives memory back.
+        """
+        is_idle = not self.has_work and self._in_flight is None
+        if is_idle and self._prepare_more is not None:
+            self._prepare_next(self._prepare_more)
+        self._rest.turn(has_work=not is_idle)
+
+    def _prepare_next(self, prepare_more: PrepareMore) -> None:
+        """What cannot be prepared now is left to its first use, whose requests will meet the error."""
+        try:
+            if not prepare_more():
+                self._prepare_more = None
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            self._prepare_more = None
+            logger.warning("the engine prepares nothing more ahead: %s: %s", type(error).__name__, error)
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""

@@ -87,6 +87,12 @@ class DecodeRounds(Protocol):
         ...
 
 
+class PrepareMore(Protocol):
+    def __call__(self) -> bool:
+        """Prepares one more thing that calls would otherwise prepare when they need it; False: nothing is left."""
+        ...
+
+
 class Overlap(Protocol):
     """Launches steps without waiting for the ones before. The device computes them in the order of the calls."""
 
@@ -193,6 +199,11 @@ class Executor(Protocol):
 
         An executor with overlap does not wait for the device in `read` and `logits` either.
         """
+        ...
+
+    @property
+    def prepare_more(self) -> PrepareMore | None:
+        """What its start has left for later, in parts of some milliseconds, between other calls; None: nothing."""
         ...
 
 

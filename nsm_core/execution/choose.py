@@ -159,17 +159,29 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
     """Raises DeviceUnusable as `prepared`."""
     # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
-    from nsm_core.execution.cuda.self_check import check_rounds, failed_check, launch_reference
+    from nsm_core.execution.cuda.self_check import (
+        check_rounds,
+        computed,
+        computed_in_rounds,
+        failed_check,
+        launch_reference,
+    )
+
+    vocab_size = model.config.vocab_size
 
     def launch(executor: CudaExecutor) -> None:
         executor.launch_all()
         launch_reference(model)
 
     def check(executor: CudaExecutor) -> str | None:
-        reason = failed_check(executor, model, model.config.vocab_size)
+        reason = failed_check(executor, model, vocab_size)
         if reason is None:
-            check_rounds(executor, model.config.vocab_size)
+            check_rounds(executor, vocab_size)
         return reason
+
+    def all_computed(executor: CudaExecutor) -> str:
+        in_rounds = computed_in_rounds(executor, vocab_size)
+        return f"{computed(executor, vocab_size)} {in_rounds}" if in_rounds or executor.overlap is None else ""
 
     return prepared(
         model.embedding.weight.device,
@@ -178,6 +190,7 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
         make=lambda: CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
         launch=launch,
         failed_check=check,
+        computed=all_computed,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import DecodeRounds, Overlap, SequenceModel, TakeSavepoint
+from nsm_core.execution.base import DecodeRounds, Overlap, PrepareMore, SequenceModel, TakeSavepoint
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
@@ -31,6 +31,7 @@ class EagerExecutor:
     savepoint: TakeSavepoint | None = None  # for the same reason
     decode_rounds: DecodeRounds | None = None
     overlap: Overlap | None = None  # the CPU computes in the calling thread
+    prepare_more: PrepareMore | None = None
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

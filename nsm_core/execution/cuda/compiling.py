@@ -16,22 +16,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import triton
 from triton import knobs
 from triton.runtime import driver
 
 from nsm_core.control_group import usable_threads
-from nsm_core.hashing import identity_of
+from nsm_core.execution.cuda.start_note import StartNote
 
 logger = logging.getLogger("nsm.execution")
 
 COMMAND = (sys.executable, "-m", "nsm_core.execution.cuda.compiling_process")
-SOURCES = Path(__file__).parents[2]
 MAX_PROCESSES = 12  # each has 0.4 GB
 
 
@@ -48,30 +44,20 @@ class Variant:
         return getattr(importlib.import_module(self.module), self.name).preload(self.data)
 
 
-def compile_ahead(launch: Callable[[], None], *, subject: str | None = None, num_processes: int | None = None) -> int:
+def compile_ahead(
+    launch: Callable[[], None], *, note: StartNote | None = None, num_processes: int | None = None
+) -> int:
     """The kernels of `launch` are in the compiler's cache when this returns. How many were not there before.
 
-    `subject`: all that the kernels depend on beside the sources. A note in the cache spares the next start of the same
-    sources the rehearsal. `num_processes`: at most; None: by the processors. What other processes cannot compile is
-    compiled at its first launch, as it would be without them.
+    `note`: spares the next start of its subject the rehearsal. `num_processes`: at most; None: by the processors. What
+    other processes cannot compile is compiled at its first launch, as it would be without them.
     """
-    note = None if subject is None else _note_of(subject)
-    if note is not None and note.exists():
+    if note is not None and note.exists:
         return 0
     num_missing = _compile_missing(launch, num_processes)
     if note is not None:
-        with suppress(OSError):  # a cache that cannot be written to may have all kernels
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.touch()
+        note.write()
     return num_missing
-
-
-def _note_of(subject: str) -> Path:
-    """The file that says that the kernels of such a start are in the cache beside it."""
-    sources = sorted(SOURCES.rglob("*.py"))
-    parts = [subject, triton.__version__, torch.__version__, str(driver.active.get_current_target())]
-    parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources]
-    return Path(knobs.cache.dir) / f"nsm-{identity_of(*parts)}"
 
 
 def _compile_missing(launch: Callable[[], None], num_processes: int | None) -> int:

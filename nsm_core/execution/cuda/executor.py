@@ -72,11 +72,19 @@ class CudaExecutor:
 
     def record_all(self) -> None:
         """Records every size now, not at its first batch."""
+        self.record_steps()
+        while self.prepare_more():
+            pass
+
+    def record_steps(self) -> None:
+        """Records every size of a step; those of prompts are left to `prepare_more`, or to their first use."""
         if self.options.graphs:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
-            self._prompts.record_all()
             self._launch_unrecorded()
+
+    def prepare_more(self) -> bool:
+        return self._prompts.record_next()
 
     @torch.inference_mode()
     def launch_all(self) -> None:

@@ -78,11 +78,14 @@ class PromptReader:
             hidden += self._replay((num_rows, length), rows[part], ids[part])
         return hidden
 
-    def record_all(self) -> None:
-        """Records every size now, not at its first use."""
-        for num_rows, length in _sizes(self._rows):
-            if self._memory is not None:
-                self._record(num_rows, length)
+    def record_next(self) -> bool:
+        """Records a size that was not used yet, short prompts first. False: there is none."""
+        if self._memory is None:
+            return False
+        left = [size for size in _sizes(self._rows) if size not in self._recorded]
+        if left:
+            self._record(*min(left, key=lambda size: (size[1], size[0])))
+        return len(left) > 1
 
     @torch.inference_mode()
     def launch_all(self) -> None:

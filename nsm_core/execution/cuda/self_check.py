@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
@@ -14,6 +15,7 @@ from torch import Tensor
 from nsm_core.execution.base import Executor, NextInputs, Rounds, SequenceModel
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.overlap import CudaOverlap
+from nsm_core.hashing import new_checksum
 from nsm_core.sampling.device import POSITION_COLUMN, choose_on_device, pack_sampling_params
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SKIPPED
@@ -54,8 +56,7 @@ def check_rounds(executor: CudaOverlapping, vocab_size: int) -> None:
         return
     try:
         overlap.rounds.record_all()
-        num_rows = executor.pool.num_rows
-        for rows in (list(range(min(num_rows, executor.largest_batch))), [num_rows - 1]):
+        for rows in _rows_of_rounds(executor):
             reason = _failed_rounds(executor, overlap, rows, vocab_size)
             if reason is not None:
                 break
@@ -66,41 +67,64 @@ def check_rounds(executor: CudaOverlapping, vocab_size: int) -> None:
         overlap.rounds = None
 
 
-@torch.inference_mode()
-def _failed_rounds(executor: CudaOverlapping, overlap: CudaOverlap, rows: list[int], vocab_size: int) -> str | None:
-    """Every second row is drawn, some pause at a third of all ids, and some have one token left."""
+def _rows_of_rounds(executor: CudaOverlapping) -> tuple[list[int], list[int]]:
+    """As many as a launch takes, and one alone."""
+    num_rows = executor.pool.num_rows
+    return list(range(min(num_rows, executor.largest_batch))), [num_rows - 1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """One launch: every second row is drawn, some pause at a third of all ids, and some have one token left."""
+
+    rows: list[int]
+    ids: npt.NDArray[np.int64]
+    rounds: Rounds
+    pausing: Mapping[int, Collection[int]]
+
+
+def _trial(executor: CudaOverlapping, overlap: CudaOverlap, rows: list[int], vocab_size: int) -> _Trial:
     number = overlap.most_rounds(len(rows))
     ids = _some_ids(vocab_size, executor.pool.num_rows)[0, rows].numpy()
     params = [SamplingParams(temperature=0.9 * (row % 2), top_p=0.9, seed=row) for row in rows]
     choices = np.frombuffer(b"".join(map(pack_sampling_params, params)), np.int64).reshape(len(rows), -1).copy()
     rounds = Rounds(choices, np.where(np.arange(len(rows)) % 3 == 2, 1, number), number)
     pausing = {row: frozenset(range(0, vocab_size, 3)) for row in rows[:PAUSING_ROWS]}
-    want = _in_single_steps(executor, rows, ids, rounds, pausing)
-    _lease(executor, rows)
-    try:
-        for row, pausing_ids in pausing.items():
-            overlap.pause_at(row, pausing_ids)
-        inputs = NextInputs(ids, np.full(len(rows), -1), None)
-        tokens = overlap.decode(rows, inputs, rounds).wait()
-        if not np.array_equal(tokens, want[0]):
-            return f"tokens of {len(rows)} rows differ from those of single steps"
-        if _packed(executor, rows) != want[1]:
-            return f"states of {len(rows)} rows differ from those of single steps"
-        return None
-    finally:
-        for row in pausing:
-            overlap.pause_at(row, ())
-        _free(executor, rows)
+    return _Trial(rows, ids, rounds, pausing)
 
 
-def _in_single_steps(
-    executor: CudaOverlapping,
-    rows: list[int],
-    ids: npt.NDArray[np.int64],
-    rounds: Rounds,
-    pausing: Mapping[int, Collection[int]],
+@torch.inference_mode()
+def _failed_rounds(executor: CudaOverlapping, overlap: CudaOverlap, rows: list[int], vocab_size: int) -> str | None:
+    trial = _trial(executor, overlap, rows, vocab_size)
+    want, got = _in_single_steps(executor, trial), _in_rounds(executor, overlap, trial)
+    if not np.array_equal(got[0], want[0]):
+        return f"tokens of {len(rows)} rows differ from those of single steps"
+    if got[1] != want[1]:
+        return f"states of {len(rows)} rows differ from those of single steps"
+    return None
+
+
+@torch.inference_mode()
+def _in_rounds(
+    executor: CudaOverlapping, overlap: CudaOverlap, trial: _Trial
 ) -> tuple[npt.NDArray[np.int64], list[bytes]]:
-    """What `decode` must give, and some of the states."""
+    """Tokens [rounds, rows], and some of the states."""
+    _lease(executor, trial.rows)
+    try:
+        for row, pausing_ids in trial.pausing.items():
+            overlap.pause_at(row, pausing_ids)
+        inputs = NextInputs(trial.ids, np.full(len(trial.rows), -1), None)
+        tokens = overlap.decode(trial.rows, inputs, trial.rounds).wait()
+        return tokens, _packed(executor, trial.rows)
+    finally:
+        for row in trial.pausing:
+            overlap.pause_at(row, ())
+        _free(executor, trial.rows)
+
+
+def _in_single_steps(executor: CudaOverlapping, trial: _Trial) -> tuple[npt.NDArray[np.int64], list[bytes]]:
+    """What rounds must give."""
+    rows, ids, rounds, pausing = trial.rows, trial.ids, trial.rounds, trial.pausing
     tokens, last, live = np.full((rounds.number, len(rows)), SKIPPED), ids.copy(), np.arange(len(rows))
     _lease(executor, rows)
     try:
@@ -120,6 +144,34 @@ def _in_single_steps(
 
 def _packed(executor: CudaRows, rows: list[int]) -> list[bytes]:
     return [executor.pool.pack(rows[index]) for index in _some_rows(len(rows))]
+
+
+@torch.inference_mode()
+def computed(executor: CudaRows, vocab_size: int) -> str:
+    """Identity of the bits of steps beside others and alone, and of prompts: a part of what `failed_bits` computes."""
+    num_rows = executor.pool.num_rows
+    ids = _some_ids(vocab_size, num_rows)
+    tensors = [_logits(executor, list(range(num_rows)), ids)]
+    tensors += [_logits(executor, [row], ids[:, row : row + 1]) for row in _some_rows(num_rows)]
+    tensors += read_from_start(executor, _some_texts(vocab_size, num_rows))
+    found = new_checksum()
+    for tensor in tensors:
+        found.update(tensor.float().contiguous().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def computed_in_rounds(executor: CudaOverlapping, vocab_size: int) -> str:
+    """The same of rounds, which it records. Empty if the executor has none."""
+    overlap = executor.overlap
+    if overlap is None or overlap.rounds is None:
+        return ""
+    overlap.rounds.record_all()
+    found = new_checksum()
+    for rows in _rows_of_rounds(executor):
+        tokens, states = _in_rounds(executor, overlap, _trial(executor, overlap, rows, vocab_size))
+        for raw in (tokens.tobytes(), *states):
+            found.update(raw)
+    return found.hexdigest()
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import Overlap
+from nsm_core.execution.base import Overlap, PrepareMore
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.masks import mask_tokens
 from nsm_core.execution.native.savepoint import NativeSavepoint
@@ -39,6 +39,7 @@ class NativeRows(ABC):
     prompt_unit = 1  # every cut of a prompt gives the same bits
     reads_ragged = True  # pieces are filled with the tokens of whatever rows come
     overlap: Overlap | None = None  # the CPU computes in the calling thread
+    prepare_more: PrepareMore | None = None
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ def _on_gpu(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecut
 def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
     """Raises DeviceUnusable as `prepared`."""
     # Imported here: only this executor needs the kernels' compiler
+    from nsm_core.execution.cuda.self_check import computed
     from nsm_core.execution.rwkv7.cuda.executor import Rwkv7CudaExecutor
     from nsm_core.execution.rwkv7.cuda.self_check import failed_check
 
@@ -73,6 +74,7 @@ def _make_cuda(model: Rwkv7Model, *, num_rows: int, poison: bool, options: CudaO
         make=lambda: Rwkv7CudaExecutor(model, num_rows=num_rows, poison=poison, options=options),
         launch=Rwkv7CudaExecutor.launch_all,
         failed_check=lambda executor: failed_check(executor, model),
+        computed=lambda executor: computed(executor, model.num_ids),
     )
 
 

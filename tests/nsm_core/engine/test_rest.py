@@ -1,13 +1,18 @@
-"""An engine without requests gives the memory of its rows back."""
+"""An engine without requests prepares what its start has left, and gives the memory of its rows back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from nsm_core.engine.engine import Engine
 from nsm_core.engine.rest import AFTER_S, Rest
+from nsm_core.execution.base import SequenceModel
+from nsm_core.execution.eager import EagerExecutor
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import StateSpec, TensorSpec
+from nsm_core.tokenizer import Tokenizer
+from tests.nsm_core.engine.harness import make_engine, make_request, small_model
 
 SPEC = StateSpec((TensorSpec("slots", (1 << 18,), torch.float32),))
 
@@ -81,3 +86,54 @@ def test_nothing_goes_while_a_row_is_leased() -> None:
     clock.now = AFTER_S
     rest.turn(has_work=False)
     assert not is_given_back(pool)
+
+
+class Unprepared(EagerExecutor):
+    """Its start has left `num_left` things, or one that raises `error`."""
+
+    num_left = 3
+    error: Exception | None = None
+
+    def prepare_more(self) -> bool:  # type: ignore[override]  # here it is not None
+        if self.error is not None:
+            raise self.error
+        self.num_left -= 1
+        return self.num_left > 0
+
+
+def engine_of(tokenizer: Tokenizer, error: Exception | None = None) -> tuple[Engine, list[Unprepared]]:
+    made: list[Unprepared] = []
+
+    def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Unprepared:
+        made.append(Unprepared(model, num_rows=num_rows, poison=poison))
+        made[0].error = error
+        return made[0]
+
+    return make_engine(small_model(), tokenizer, executor=make), made
+
+
+def test_an_idle_engine_prepares_what_its_start_has_left_and_a_busy_one_does_not(tiny_tokenizer: Tokenizer) -> None:
+    engine, (executor,) = engine_of(tiny_tokenizer)
+    engine.add(make_request())
+    while engine.has_work:
+        engine.rest()
+        assert executor.num_left == 3
+        engine.step()
+    for num_left in (2, 1, 0):
+        assert engine.is_preparing
+        engine.rest()
+        assert executor.num_left == num_left
+    engine.rest()
+    assert (engine.is_preparing, executor.num_left) == (False, 0)
+
+
+def test_what_cannot_be_prepared_ahead_is_left_to_its_use_unless_the_device_is_lost(
+    tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = engine_of(tiny_tokenizer, torch.OutOfMemoryError("no room"))
+    engine.rest()
+    assert not engine.is_preparing
+    assert caplog.messages == ["the engine prepares nothing more ahead: OutOfMemoryError: no room"]
+    engine, _ = engine_of(tiny_tokenizer, RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.rest()

@@ -73,11 +73,17 @@ class Rwkv7CudaExecutor:
             self._pass = Pass(self.weights, model.config, self.pool.tensors, READ_SIZES[-1])
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
-    def record_all(self) -> None:
-        """Records every size now, not at its first use."""
+    def record_steps(self) -> None:
+        """Records every size of a step; those of texts are left to `prepare_more`, or to their first use."""
         if self.options.graphs:
-            for shape in self._passes():
-                self._record(shape)
+            for size in self._step_sizes:
+                self._record(PassShape(size, size))
+
+    def prepare_more(self) -> bool:
+        left = [shape for shape in self._passes() if shape not in self._graphs] if self.options.graphs else []
+        if left:
+            self._record(left[0])
+        return len(left) > 1
 
     @torch.inference_mode()
     def launch_all(self) -> None:

@@ -19,6 +19,7 @@ from nsm_core.execution.cuda.compiling_process import NoDevice
 from nsm_core.execution.cuda.kernels.linear import make_stream
 from nsm_core.execution.cuda.kernels.overlap import resolve_inputs
 from nsm_core.execution.cuda.kernels.rows import final_norm
+from nsm_core.execution.cuda.start_note import StartNote
 
 
 def launch() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     variants = variants_of(launch)
     num_compiled, rehearsed = compile_ahead(launch, num_processes=2), list[str]()
     for subject in ("one", "one", "other"):
-        compile_ahead(functools.partial(rehearsed.append, subject), subject=subject, num_processes=2)
+        compile_ahead(functools.partial(rehearsed.append, subject), note=StartNote.of(subject), num_processes=2)
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     for variant in variants:

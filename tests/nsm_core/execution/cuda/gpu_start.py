@@ -10,7 +10,13 @@ from triton import knobs
 from nsm_core.execution.cuda.compiling import compile_ahead
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.options import CudaOptions
-from nsm_core.execution.cuda.self_check import check_rounds, failed_check, launch_reference
+from nsm_core.execution.cuda.self_check import (
+    check_rounds,
+    computed,
+    computed_in_rounds,
+    failed_check,
+    launch_reference,
+)
 from tests.support.models import random_model, small_config
 
 
@@ -34,8 +40,10 @@ def main() -> None:
     executor.record_all()
     check_rounds(executor, 48)
     failure = failed_check(executor, model, 48)
+    bits = [(computed(executor, 48), computed_in_rounds(executor, 48)) for _ in range(2)]
     has_rounds = executor.overlap is not None and executor.overlap.rounds is not None
-    json.dump({"compiled": num_compiled, "late": late, "failure": failure, "has_rounds": has_rounds}, sys.stdout)
+    found = {"compiled": num_compiled, "late": late, "failure": failure, "has_rounds": has_rounds}
+    json.dump(found | {"same_bits": bits[0] == bits[1]}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,16 @@ def test_what_is_launched_is_compiled_by_other_processes_and_found_here(tmp_path
 
 
 def test_a_cache_that_takes_no_note_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsm_core.execution.cuda import compiling
+    from nsm_core.execution.cuda import compiling, start_note
 
     (tmp_path / "file").touch()
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "a GPU"))
-    monkeypatch.setattr(compiling, "driver", driver)
-    monkeypatch.setattr(compiling.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(start_note, "driver", driver)
+    monkeypatch.setattr(start_note.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
     rehearsed: list[str] = []
     for _ in range(2):
-        assert compiling.compile_ahead(lambda: rehearsed.append("kernels"), subject="one") == 0
+        note = start_note.StartNote.of("one")
+        assert compiling.compile_ahead(lambda: rehearsed.append("kernels"), note=note) == 0
     assert rehearsed == ["kernels", "kernels"]
 
 
@@ -57,4 +58,5 @@ def test_a_start_launches_no_kernel_that_its_rehearsal_did_not_know(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["compiled"] > 10
-    assert answer == {"compiled": answer["compiled"], "late": [], "failure": None, "has_rounds": True}
+    good = {"late": [], "failure": None, "has_rounds": True, "same_bits": True}
+    assert answer == {"compiled": answer["compiled"], **good}

@@ -55,6 +55,25 @@ def test_more_short_prompts_than_a_graph_has_rows_are_read_by_several(
     assert reader.num_at_once == 0
 
 
+def test_sizes_that_were_not_used_are_recorded_one_by_one_short_prompts_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, recorded = Reader(), list[tuple[int, int]]()
+    reader._recorded = {(1, 64): object()}  # type: ignore[dict-item]
+
+    def record(num_rows: int, length: int) -> None:
+        recorded.append((num_rows, length))
+        reader._recorded[num_rows, length] = object()  # type: ignore[assignment]
+
+    monkeypatch.setattr(reader, "_record", record)
+    while reader.record_next():
+        pass
+    assert recorded[:3] == [(2, 64), (4, 64), (8, 64)]
+    assert recorded[-1] == (8, 2048)
+    assert not reader.record_next()
+    assert len(recorded) == len(set(recorded)) == 34
+
+
 def test_long_prompts_are_read_at_once() -> None:
     reader = Reader()
     reader.read(range(40), [[1] * 600] * 40)

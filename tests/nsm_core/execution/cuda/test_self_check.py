@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution import choose
+from nsm_core.execution.cuda import self_check
 from nsm_core.model.nsm import NsmModel
 from tests.support.models import random_model, small_config
 
@@ -19,7 +20,12 @@ import nsm_core.execution.cuda.rounds as rounds_module  # noqa: E402  imports th
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
 from nsm_core.execution.cuda.kernels.overlap import end_round  # noqa: E402
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
-from nsm_core.execution.cuda.self_check import check_rounds, failed_check  # noqa: E402
+from nsm_core.execution.cuda.self_check import (  # noqa: E402
+    check_rounds,
+    computed,
+    computed_in_rounds,
+    failed_check,
+)
 
 HAS_GPU = torch.cuda.is_available()
 OPTIONS = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
@@ -87,3 +93,31 @@ def test_rounds_that_equal_steps_stay(model: NsmModel) -> None:
     check_rounds(executor, 48)
     assert executor.overlap is not None
     assert executor.overlap.most_rounds(3) > 1
+
+
+def test_computed_bits_are_the_same_each_time_and_others_with_other_kernels(
+    model: NsmModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = CudaExecutor(model, num_rows=2, options=OPTIONS)
+    first = computed_in_rounds(executor, 48)
+    assert computed_in_rounds(executor, 48) == first
+
+    def ended(**given: Any) -> None:
+        end_round(**given)
+        given["ids"] += 1
+
+    monkeypatch.setattr(rounds_module, "end_round", ended)
+    assert HAS_GPU or computed_in_rounds(executor, 48) != first  # what was recorded stays
+    monkeypatch.setattr(self_check, "PROMPT_LENGTHS", (5,))
+    logits = executor.logits
+    first = computed(executor, 48)
+    monkeypatch.setattr(executor, "logits", lambda hidden: logits(hidden) * (1 + 2**-20))
+    assert computed(executor, 48) != first
+    assert executor.pool.num_leased == 0
+
+
+def test_an_executor_without_rounds_has_no_bits_of_them(model: NsmModel) -> None:
+    executor = CudaExecutor(model, num_rows=2, options=OPTIONS)
+    assert executor.overlap is not None
+    executor.overlap.rounds = None
+    assert computed_in_rounds(executor, 48) == ""
