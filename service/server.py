@@ -11,12 +11,11 @@ import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, cast
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -37,6 +36,7 @@ from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
 from service.tenants.api_keys import KeyFile
+from service.web.fastapi_import import importing_fastapi
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -102,7 +102,7 @@ def run_gateway(
 
 
 def _make_app(settings: Settings, make: Callable[[Settings], InferenceBackend]) -> FastAPI:
-    with without_pydantic_v1():
+    with importing_fastapi():
         from service.app import create_app  # a supervisor of workers needs no web framework
 
     tracing = make_tracing() if is_tracing_on() else None
@@ -195,20 +195,6 @@ def other_models(settings: Settings) -> list[OtherModel]:
 
 def _num_file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
-
-
-@contextlib.contextmanager
-def without_pydantic_v1() -> Iterator[None]:
-    """FastAPI asks of each parameter whether it is a model of that version, which it imports to know. None here is."""
-    name = "pydantic.v1"
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = cast(ModuleType, None)  # so importing it fails
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 def make_backend(settings: Settings) -> InferenceBackend:

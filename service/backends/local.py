@@ -14,6 +14,7 @@ from nsm_core.engine.request import GenerationRequest, NamedState
 from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
+from nsm_core.formats.one_thread import one_thread
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.heap import keep_freed_memory, trim_heap
 from nsm_core.inspection.probe import probe_of
@@ -53,16 +54,17 @@ class LocalBackend:
         self._tokenizer = loaded.tokenizer
         self._served = chosen.model
         self._max_requests = config.max_requests
-        engine = Engine(
-            chosen.model,
-            loaded.tokenizer,
-            fingerprint=loaded.fingerprint,
-            config=config,
-            executor=chosen.factory,
-            meter=meter,
-            observer=observer_of(chosen.model),
-            probe=probe_of(chosen.model),
-        )
+        with one_thread():
+            engine = Engine(
+                chosen.model,
+                loaded.tokenizer,
+                fingerprint=loaded.fingerprint,
+                config=config,
+                executor=chosen.factory,
+                meter=meter,
+                observer=observer_of(chosen.model),
+                probe=probe_of(chosen.model),
+            )
         self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics, replays_exactly=engine.replays_exactly)
         if engine.replays_singly:
             self._model = dataclasses.replace(self._model, replays_exactly=True, replays_singly=True)

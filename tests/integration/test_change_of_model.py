@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from nsm_core.model.bundled import BUNDLED
-from service.cli.main import app
+from service.cli.commands import app
 from tests.support.server_processes import Server, running
 
 OLD = {"MODEL": "pulse-books-small", "EXECUTOR": "eager"}

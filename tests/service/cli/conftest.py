@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from nsm_core.tokenizer import Tokenizer
-from service.cli.main import app
+from service.cli.commands import app
 from tests.support.models import save_small_model
 
 # Runs the command; the data directory is the test's own, and no other NSM_* variable is set.

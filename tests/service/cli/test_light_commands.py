@@ -12,7 +12,7 @@ from tests.service.cli.conftest import Nsm, id_of
 
 RUN = """
 import json, sys
-from service.cli.main import app
+from service.cli.commands import app
 sys.argv = ["nsm", *sys.argv[1:]]
 try:
     app()

@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from nsm_core.tokenizer import Tokenizer
-from service.cli.main import main
+from service.cli.main import app_for, main
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, no_model
 from tests.support.rwkv7 import save_rwkv7
 
@@ -39,6 +40,20 @@ def test_command_without_a_model_imports_no_torch(args: tuple[str, ...]) -> None
     program = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & set(sys.modules)))); {NSM[-1]}"
     result = subprocess.run([*NSM[:-1], program, *args], capture_output=True, text=True, check=False)
     assert result.stdout.endswith("[]\n"), result.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [("serve", "--help"), ("serve", "--max-slots", "many"), ("serve", "--bogus"), ("serve", "x")]
+)
+def test_serve_alone_is_the_serve_among_all_commands(nsm: Nsm, args: tuple[str, ...]) -> None:
+    alone, among = CliRunner().invoke(app_for(args), args), nsm(*args)
+    assert (alone.exit_code, alone.stdout, alone.stderr) == (among.exit_code, among.stdout, among.stderr)
+
+
+def test_serve_imports_no_other_command() -> None:
+    program = f"import atexit, sys; atexit.register(lambda: print('service.cli.chat' in sys.modules)); {NSM[-1]}"
+    result = subprocess.run([*NSM[:-1], program, "serve", "--help"], capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("\nFalse\n"), result.stdout
 
 
 def test_version(nsm: Nsm) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
 from nsm_core.execution.names import EXECUTOR_NAMES
-from service.cli.main import app
+from service.cli.commands import app
 from service.settings import STORES, Settings, shown_default
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of, no_model
 from tests.support.rwkv7_files import WRITERS, model_tensors
