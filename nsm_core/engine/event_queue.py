@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from nsm_core.engine.request import Event, Finished, TokenEvent
-from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.stream_pace import StreamPace, Write
 from nsm_core.engine.token_text import TokenText
 
-# Takes the texts of tokens in place of the reader, or returns False and leaves the tokens to the reader.
-TakeTokens = Callable[[Sequence[str]], bool]
+# Takes the texts of tokens in place of the reader, and returns what writes them; None: it leaves them to the reader.
+TakeTokens = Callable[[Sequence[str]], Write | None]
 
 
 class EventQueue:
     """A queue for one reader; the last event is a Finished. `max_tokens` bounds its length."""
+
+    __slots__ = (
+        *("_is_holding", "_is_paced", "_num_others", "_num_with_event", "_ready", "_take", "_text", "_waiter"),
+        *("_with_text", "pace"),
+    )
 
     def __init__(self, pace: StreamPace | None = None, text: TokenText | None = None) -> None:
         """`pace`: of diverted tokens, and of those that are put by their ids; it may change before the first one.
@@ -24,6 +29,7 @@ class EventQueue:
         self._take: TakeTokens | None = None
         self._is_paced = False  # some of the ready events wait for the pace
         self._num_others = 0  # ready events that are no tokens
+        self._num_with_event = 0  # ready tokens that are not there by their ids
         self._ready: list[Event | int] = []  # plain tokens may be there by their ids
         self._with_text: list[Event] = []  # events before those, to which text was added
         self._waiter: asyncio.Future[None] | None = None
@@ -35,7 +41,9 @@ class EventQueue:
         if not isinstance(event, TokenEvent):
             self._num_others += 1
             self._wake()
-        elif self._take is not None and self.pace is not None:
+            return
+        self._num_with_event += 1
+        if self._take is not None and self.pace is not None:
             if not self._is_paced:
                 self._is_paced = True
                 self.pace.add(self)
@@ -56,13 +64,17 @@ class EventQueue:
         """From now on tokens that come while the reader waits are given to `take`, without waking the reader."""
         self._take = take
 
-    def hand_on(self) -> bool:
+    def hand_on(self, writes: list[Write]) -> bool:
         """The pace allows the tokens now. Whether the reader was woken for them."""
         self._is_paced = False
-        is_waiting = self._waiter is not None and not self._waiter.done() and not self._is_holding
-        may_take = is_waiting and not self._num_others and not self._with_text and self._take is not None
-        if not self._ready or (may_take and self._is_taken()):
+        if not self._ready:
             return False
+        take, waiter = self._take, self._waiter
+        if take is not None and waiter is not None and not (self._is_holding or self._num_others or self._with_text):
+            write = None if waiter.done() else self._taken(take)
+            if write is not None:
+                writes.append(write)
+                return False
         return self._wake()
 
     async def events(self) -> AsyncIterator[Event]:
@@ -81,7 +93,7 @@ class EventQueue:
         is_over = False
         while not is_over:
             await (asyncio.sleep(0) if self._ready or self._with_text else self._wait())
-            ready, self._ready, self._num_others = self._ready, [], 0
+            ready, self._ready, self._num_others, self._num_with_event = self._ready, [], 0, 0
             self._add_text(ready)
             batch, self._with_text = self._with_text, []
             is_over = isinstance(batch[-1], Finished)
@@ -100,21 +112,22 @@ class EventQueue:
             self._is_holding = False
             timer.cancel()
 
-    def _is_taken(self) -> bool:
-        """Whether the ready events, which are all tokens, were taken in place of the reader."""
+    def _taken(self, take: TakeTokens) -> Write | None:
+        """What writes the ready events, which are all tokens, in place of the reader; None: they are left to it."""
         ready, self._ready = self._ready, []
-        ids = [token_id for token_id in ready if isinstance(token_id, int)] if self._text is not None else []
-        if self._text is not None and len(ids) == len(ready):
-            texts = self._text.texts(ids)
-        else:
+        if self._text is None or self._num_with_event:
+            self._num_with_event = 0
             self._add_text(ready)
-            texts = [event.text for event in self._with_text if isinstance(event, TokenEvent)]
-        is_taken = self._take is not None and self._take(texts)
-        if is_taken:
-            self._with_text = []
-        elif self._text is not None and not self._with_text:
+            write = take([event.text for event in self._with_text if isinstance(event, TokenEvent)])
+            if write is not None:
+                self._with_text = []
+            return write
+        ids: list[int] = ready  # type: ignore[assignment]  # no other events are among them
+        texts = self._text.texts(ids)
+        write = take(texts)
+        if write is None:
             self._with_text = self._text.events(ids, texts)
-        return is_taken
+        return write
 
     def _add_text(self, ready: Sequence[Event | int]) -> None:
         """The events, with their texts, join those that have one."""

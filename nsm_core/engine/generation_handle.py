@@ -20,6 +20,11 @@ DEADLINE_GRACE_S = 0.5
 class GenerationHandle:
     """A request in the engine. Its events end with exactly one Finished."""
 
+    __slots__ = (
+        *("__weakref__", "_cancel", "_events", "_listener", "_num_tokens", "_timer"),
+        *("has_ended", "is_cancelled", "request"),
+    )
+
     def __init__(
         self,
         request: GenerationRequest,

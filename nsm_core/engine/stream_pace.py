@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 # Handing tokens on may take this share of the event loop's time; the rest is for requests that come and go.
@@ -14,11 +15,16 @@ READER_TURNS = 3  # of the event loop, in which a reader that was woken has writ
 LEAST_INTERVAL_S = 0.001  # of a timer; a shorter pause would not gather anything
 
 
+Write = Callable[[], object]  # writes what a round made of one stream's tokens
+
+
 class TokenReceiver(Protocol):
     """Holds tokens that wait to be handed on."""
 
-    def hand_on(self) -> bool:
-        """All of them, now. Whether a reader was woken, which does the work in its own task."""
+    def hand_on(self, writes: list[Write]) -> bool:
+        """All of them, now; what is to be written of them joins `writes`. Whether a reader was woken, which does the
+        work in its own task.
+        """
         ...
 
 
@@ -65,9 +71,13 @@ class StreamPace:
 
     def _hand_on(self, now: float) -> None:
         receivers, self._waiting = self._waiting, []
-        has_woken = False
-        for receiver in receivers:
-            has_woken |= receiver.hand_on()
+        has_woken, writes = False, list[Write]()
+        try:
+            for receiver in receivers:
+                has_woken |= receiver.hand_on(writes)
+        finally:
+            for write in writes:  # one after the other: the interpreter's code and the kernel's share small caches
+                write()
         self._last_round_at = now
         self._end_round(now, READER_TURNS if has_woken and self._max_interval_s else 0)
 

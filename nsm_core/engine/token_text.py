@@ -13,6 +13,8 @@ from nsm_core.tokenizer import Tokenizer
 class TokenText:
     """Makes the events that the engine would have made; for a request that `has_free_text`."""
 
+    __slots__ = ("_num_tokens", "_output", "_rest")
+
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
         self._output = OutputStream(tokenizer, request.sampling)
         self._num_tokens = 0
@@ -21,7 +23,7 @@ class TokenText:
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Of the next tokens, one each."""
         self._num_tokens += len(ids)
-        return [self._text(token_id) for token_id in ids]
+        return [self._text(ids[0])] if len(ids) == 1 else [self._text(token_id) for token_id in ids]
 
     def events(self, ids: Sequence[int], texts: Sequence[str]) -> list[Event]:
         """Of the tokens of the last call of `texts`."""

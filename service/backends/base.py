@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
+from nsm_core.engine.event_queue import TakeTokens
 from nsm_core.engine.request import Event, GenerationRequest, NamedState
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
@@ -50,9 +51,10 @@ class Generation(Protocol):
 class Divertible(Protocol):
     """What a generation has besides, if its tokens need not wake the task that reads them."""
 
-    def divert(self, take: Callable[[Sequence[str]], bool]) -> None:
+    def divert(self, take: TakeTokens) -> None:
         """From now on the texts of tokens that come while the consumer waits go to `take`, on the event loop, one by
-        one or several together. If it returns False the tokens go to the consumer.
+        one or several together. What it returns is called at once, after `take` of other generations; if it is None
+        the tokens go to the consumer.
         """
         ...
 

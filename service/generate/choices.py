@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from nsm_core.engine.event_queue import TakeTokens
 from nsm_core.engine.request import (
     EndState,
     Event,
@@ -19,6 +20,7 @@ from nsm_core.engine.request import (
     SharedPrompt,
     TokenEvent,
 )
+from nsm_core.engine.stream_pace import Write
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.background import with_priority
 from service.backends.base import Divertible, Generation, InferenceBackend
@@ -78,7 +80,7 @@ class RequestGroup:
         self._permit = permit
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
-        self._show: Callable[[Sequence[str]], bool] | None = None
+        self._show: TakeTokens | None = None
         try:
             for request, save in zip(requests, savers or [None] * len(requests), strict=True):
                 generation = backend.submit(with_priority(request))
@@ -112,9 +114,9 @@ class RequestGroup:
         state, self.choices[0].end_state = self.choices[0].end_state, None
         return state
 
-    def show_by(self, show: Callable[[Sequence[str]], bool]) -> None:
+    def show_by(self, show: TakeTokens) -> None:
         """Texts of tokens after the first may be shown by `show` while the reader of `batches` waits, if the only
-        choice has deltas of plain text. It returns False for texts that it leaves to the reader.
+        choice has deltas of plain text.
         """
         if len(self.choices) == 1 and not self.choices[0].is_score_only:
             self._show = show
@@ -125,11 +127,11 @@ class RequestGroup:
         if show is None or not isinstance(generation, Divertible):
             return
 
-        def take(texts: Sequence[str]) -> bool:
-            is_shown = show(texts)
-            if is_shown:
+        def take(texts: Sequence[str]) -> Write | None:
+            write = show(texts)
+            if write is not None:
                 record.tokens(len(texts))
-            return is_shown
+            return write
 
         generation.divert(take)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import weakref
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from nsm_core.engine.stream_pace import Write
 from nsm_core.heap import trim_heap
 from service.telemetry.request_context import ARRIVAL
 from service.web.head_limits import BoundedHead
@@ -78,6 +80,8 @@ class HeldFlow(FlowControl):
 class ClosingTransport(asyncio.Transport):
     """The connection's transport, whose `close` the protocol decides."""
 
+    __slots__ = ("_connection", "_transport", "largest_write")
+
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._transport = transport
@@ -94,7 +98,8 @@ class ClosingTransport(asyncio.Transport):
         return connection is None or connection.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.largest_write = max(self.largest_write, len(data))
+        if len(data) > self.largest_write:
+            self.largest_write = len(data)
         self._transport.write(data)
 
     def abort(self) -> None:
@@ -111,22 +116,21 @@ class ClosingTransport(asyncio.Transport):
 
 
 class DirectWriter:
-    """Writes parts of one request's body at once, as uvicorn would in its own task."""
+    """Prepares writes of parts of one request's body, as uvicorn would make them in its own task."""
+
+    __slots__ = ("__weakref__", "_cycle")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this writer
 
-    def __call__(self, data: bytes) -> bool:
-        """False: the connection cannot take it now, or it is over; nothing was written."""
+    def __call__(self, data: bytes) -> Write | None:
+        """None: the connection cannot take it now, or it is over."""
         cycle = self._cycle()
         if cycle is None or cycle.disconnected or cycle.response_complete:
-            return False
+            return None
         if not cycle.chunked_encoding or cycle.flow.write_paused:
-            return False
-        if cycle.scope["method"] == "HEAD":
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+            return None
+        return functools.partial(cycle.transport.write, b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class CountedApp:
@@ -227,8 +231,8 @@ class Connection(BoundedHead):
     def on_headers_complete(self) -> None:
         if not self._is_cut:
             super().on_headers_complete()
-            if not self._should_upgrade():
-                self.scope["state"]["write_part"] = DirectWriter(self.cycle)
+            if not self._should_upgrade() and self.scope["method"] != "HEAD":
+                self.scope["state"]["prepare_part"] = DirectWriter(self.cycle)
 
     def handle_websocket_upgrade(self) -> None:
         """From here on the connection is the WebSocket's own, whose writes are bounded by waiting for its reader."""

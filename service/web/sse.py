@@ -17,6 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from nsm_core.engine.stream_pace import Write
 from service.web.errors import answer, report
 
 DONE = b"data: [DONE]\n\n"
@@ -38,6 +39,8 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
 class TextFrame:
     """Frames that differ in one string only: their common part is encoded once."""
 
+    __slots__ = ("_head", "_tail")
+
     def __init__(self, make: Callable[[str], bytes]) -> None:
         """`make`: the whole frame around a string."""
         self._head, self._tail = make(_MARK).split(orjson.dumps(_MARK))
@@ -46,26 +49,32 @@ class TextFrame:
         return self._head + orjson.dumps(text) + self._tail
 
 
-# Writes a part of the body at once; False: it cannot, and nothing was written.
-WriteNow = Callable[[bytes], bool]
+# What writes a part of the body, to be called before anything else can write; None: it cannot be written now.
+PrepareWrite = Callable[[bytes], Write | None]
+
+
+def _write_nothing() -> None:
+    """Of tokens without text."""
 
 
 class DirectText:
     """Writes tokens' texts to the connection at once, without the task that sends the stream."""
 
-    def __init__(self, write: WriteNow, text_frame: Callable[[str], bytes], *, is_event_per_token: bool) -> None:
-        self._write = write
+    __slots__ = ("_frame", "_is_event_per_token", "_prepare")
+
+    def __init__(self, prepare: PrepareWrite, text_frame: Callable[[str], bytes], *, is_event_per_token: bool) -> None:
+        self._prepare = prepare
         self._frame = text_frame
         self._is_event_per_token = is_event_per_token
 
-    def __call__(self, texts: Sequence[str]) -> bool:
-        """The texts of tokens that follow each other; False: nothing was written."""
+    def __call__(self, texts: Sequence[str]) -> Write | None:
+        """What writes the texts of tokens that follow each other; None: they cannot be written now."""
         if self._is_event_per_token:
             data = b"".join(self._frame(text) for text in texts if text)
         else:
             text = texts[0] if len(texts) == 1 else "".join(texts)
             data = self._frame(text) if text else b""
-        return not data or self._write(data)
+        return self._prepare(data) if data else _write_nothing
 
 
 async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
@@ -86,7 +95,7 @@ class EventStream(Response):
 
     `on_close` is there because closing a generator that never started runs none of its code.
     `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state, and the
-    connection `write_part`, which `on_open` gets: it may be used while the generator waits.
+    connection `prepare_part`, which `on_open` gets: it may be used while the generator waits.
     It never calls `receive`: when the client leaves, the middleware cancels this task.
     """
 
@@ -97,7 +106,7 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] | None = None,
-        on_open: Callable[[WriteNow], None] | None = None,
+        on_open: Callable[[PrepareWrite], None] | None = None,
     ) -> None:
         self.frames = frames
         self.on_open = on_open
@@ -114,10 +123,10 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             state = scope.get("state", {})
             pacer = Pacer(
-                state.get("send_part", send), state.get("stream_ping_s", 0.0), write_now=state.get("write_part")
+                state.get("send_part", send), state.get("stream_ping_s", 0.0), prepare=state.get("prepare_part")
             )
             if self.on_open is not None:
-                self.on_open(pacer.write_now)
+                self.on_open(pacer.prepare)
             pinger = asyncio.create_task(pacer.ping_when_idle())
             try:
                 async for data in self.frames:
@@ -133,9 +142,11 @@ class EventStream(Response):
 class Pacer:
     """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open."""
 
-    def __init__(self, send: Send, interval_s: float, *, write_now: WriteNow | None = None) -> None:
+    __slots__ = ("_interval_s", "_is_sending", "_prepare", "_send", "num_sent")
+
+    def __init__(self, send: Send, interval_s: float, *, prepare: PrepareWrite | None = None) -> None:
         self._send = send
-        self._write_now = write_now
+        self._prepare = prepare
         self._interval_s = interval_s
         self._is_sending = False
         self.num_sent = 0
@@ -146,12 +157,14 @@ class Pacer:
         self._is_sending = False
         self.num_sent += 1
 
-    def write_now(self, data: bytes) -> bool:
-        """`send` without waiting; False: nothing was written."""
-        if self._write_now is None or self._is_sending or not self._write_now(data):
-            return False
-        self.num_sent += 1
-        return True
+    def prepare(self, data: bytes) -> Write | None:
+        """What does `send` without waiting; see PrepareWrite."""
+        if self._prepare is None or self._is_sending:
+            return None
+        write = self._prepare(data)
+        if write is not None:
+            self.num_sent += 1
+        return write
 
     async def ping_when_idle(self) -> None:
         """Runs until cancelled, or not at all without an interval. No ping while a frame waits for a slow reader."""

@@ -143,6 +143,11 @@ class RequestMetrics:
 class RequestRecord:
     """The clock of one request. Only the first call of `finish` counts."""
 
+    __slots__ = (
+        *("_arrival", "_first_token_at", "_has_delivered", "_has_ended", "_last_token_at", "_metrics"),
+        "_num_tokens",
+    )
+
     def __init__(self, metrics: RequestMetrics, arrival: float) -> None:
         self._metrics = metrics
         self._arrival = arrival

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from nsm_core.engine import stream_pace
 from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
-from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.stream_pace import StreamPace, Write
 from nsm_core.engine.token_text import TokenText
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import make_request
@@ -32,7 +33,7 @@ class Receiver:
         self.num_handed_on = 0
         self.twice = asyncio.Event()
 
-    def hand_on(self) -> bool:
+    def hand_on(self, writes: list[Write]) -> bool:
         self._clock.now += self._cost_s
         self.num_handed_on += 1
         if self.num_handed_on == 2:
@@ -89,6 +90,37 @@ async def test_tokens_that_wait_are_handed_on_by_a_timer(clock: Clock) -> None:
     await asyncio.wait_for(receiver.twice.wait(), 60)
 
 
+class Writer:
+    """Notes when its tokens are taken and when they are written."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self._name, self._notes = name, notes
+
+    def hand_on(self, writes: list[Write]) -> bool:
+        if self._name == "broken":
+            raise RuntimeError("broken")
+        self._notes.append(f"take {self._name}")
+        writes.append(functools.partial(self._notes.append, f"write {self._name}"))
+        return False
+
+
+async def test_the_streams_of_a_round_are_written_when_all_were_taken() -> None:
+    pace, notes = StreamPace(), list[str]()
+    for name in "ab":
+        pace.add(Writer(name, notes))
+    pace.step_ended()
+    assert notes == ["take a", "take b", "write a", "write b"]
+
+
+async def test_a_stream_that_fails_does_not_keep_what_was_taken_of_others() -> None:
+    pace, notes = StreamPace(), list[str]()
+    for name in ("a", "broken"):
+        pace.add(Writer(name, notes))
+    with pytest.raises(RuntimeError):
+        pace.step_ended()
+    assert notes == ["take a", "write a"]
+
+
 def token(index: int) -> TokenEvent:
     return TokenEvent(index=index, token_id=index, text=f"<{index}>")
 
@@ -111,10 +143,8 @@ class Reader:
             self.batches.append(batch)
             self.queue.divert(self._take)
 
-    def _take(self, texts: Sequence[str]) -> bool:
-        if self.takes:
-            self.taken += texts
-        return self.takes
+    def _take(self, texts: Sequence[str]) -> Write | None:
+        return functools.partial(self.taken.extend, list(texts)) if self.takes else None
 
     async def step(self, *events: Event) -> None:
         for event in events:
