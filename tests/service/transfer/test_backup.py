@@ -18,6 +18,7 @@ from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.archive import ArchiveDamaged
 from service.transfer.backup import TransferResult, all_sessions, backup, copy_sessions, restore, restore_session
+from tests.support.counts import scaled
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
 from tests.support.redis_servers import Topology, own_prefix
@@ -156,7 +157,7 @@ async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_re
     source = SqliteSessionStore(None, clock=Clock())
     await fill(source)
     raw, whole = await write_backup(source, tmp_path / "b"), await contents(source)
-    for offset in range(0, len(raw), 7):
+    for offset in range(0, len(raw), scaled(53, 7)):
         changed = bytearray(raw)
         changed[offset] ^= 0x20
         for damaged in (bytes(changed), raw[:offset]):

@@ -26,6 +26,7 @@ from service.transfer.backup import TransferResult, all_sessions, backup, copy_s
 from service.transfer.session_file import SessionFile, read_file, write_file
 from service.transfer.state_copies import all_states
 from tests.service.transfer.restore_process import open_store
+from tests.support.counts import scaled
 from tests.support.redis_servers import Topology, own_prefix
 from tests.support.stored_sessions import Clock, commit, create, opened
 
@@ -173,7 +174,7 @@ async def test_P13_wherever_a_backup_is_damaged_only_whole_states_are_restored(t
     async with opened(SqliteSessionStore(None)) as source:
         await fill(source)
         raw, whole = await write_backup(source, tmp_path / "b"), await contents(source)
-    for offset in range(0, len(raw), 41):
+    for offset in range(0, len(raw), scaled(127, 41)):
         changed = bytearray(raw)
         changed[offset] ^= 0x20
         for damaged in (bytes(changed), raw[:offset]):
