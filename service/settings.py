@@ -84,7 +84,7 @@ class Settings(BaseSettings):
         default=0,
         ge=0,
         le=256,
-        description="Processes that answer HTTP, beside one for the engine. 0: one process does both, with one device.",
+        description="Processes that answer HTTP, beside one for the engine. 0: one process does both.",
     )
     data_dir: Annotated[Path | None, Shown(default="the user's data directory")] = Field(
         default_factory=lambda: default_data_dir(os.environ), description="Directory of the SQLite store."
@@ -132,12 +132,12 @@ class Settings(BaseSettings):
         Path | None, Shown(default="no signatures", page="[states](states.md#states-that-travel)")
     ] = Field(
         default=None,
-        description="File with a secret of at least 32 bytes, which signs returned states and exported files.",
+        description="File with a secret of at least 32 bytes that signs returned states and exported files.",
     )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
     allowed_hosts: Annotated[str | None, Shown(default="none", page="[security](security.md#what-holds)")] = Field(
         default=None,
-        description="Without API keys: host names, with commas, by which clients may call the server; * for any.",
+        description="Without API keys: the server's host names, with commas; * for any.",
     )
     cors_origins: Annotated[str | None, Shown(default="none", page="[security](security.md#what-holds)")] = Field(
         default=None, description="Origins, with commas, whose web pages may use the server; * for any."
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
     ] = Field(
         default=None,
         ge=1,
-        description="Maximum tokens in one step, at least max_slots. A long step delays every stream.",
+        description="Most tokens in one step, at least max_slots. A long step delays every stream.",
     )
     queue_limit: Annotated[int, Shown(is_engine=True)] = Field(default=256, ge=0, description="Requests that may wait.")
     speculation: Annotated[
@@ -198,7 +198,7 @@ class Settings(BaseSettings):
     )
 
     lease_s: Annotated[float, Shown(section="Sessions and prefixes", page="[leases](sessions.md#leases)")] = Field(
-        default=10.0, ge=1.0, le=3_600.0, description="Time for which a session stays busy after its server is lost."
+        default=10.0, ge=1.0, le=3_600.0, description="Time until a lost server's sessions are free."
     )
     retained_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
         default=2, ge=0, le=8, description="Older states of each session, for rewinds and forks."
@@ -213,10 +213,10 @@ class Settings(BaseSettings):
         default=None,
         ge=0,
         le=2**31,
-        description="Tokens that a session may have to read again before its state is stored. 0: each turn stores it.",
+        description="Tokens that a session may have to read again. 0: each turn stores its state.",
     )
     state_cache_mb: Annotated[int, Shown(page="[snapshots](sessions.md#when-states-are-stored)")] = Field(
-        default=256, ge=0, le=2**20, description="MiB of states that wait in memory for the next turn of their session."
+        default=256, ge=0, le=2**20, description="MiB of states in memory, for the next turn of their session."
     )
     cold_after_s: Annotated[float | None, Shown(default="never", page="[cold sessions](sessions.md#cold-sessions)")] = (
         Field(
@@ -227,12 +227,12 @@ class Settings(BaseSettings):
     )
     state_dtype: Annotated[
         Literal["fp32", "fp16", "int8"], Shown(page="[rounded states](sessions.md#rounded-states)")
-    ] = Field(default="fp32", description="Number format of stored states. States that run are always fp32.")
+    ] = Field(default="fp32", description="Number format of stored states.")
     prefix_cache_mb: Annotated[int, Shown(page="[prefixes](prefixes.md)")] = Field(
         default=128,
         ge=0,
         le=2**20,
-        description="MiB of the prefix cache, from which stateless requests start. 0: no cache.",
+        description="MiB of the cache from which stateless requests start. 0: no cache.",
     )
 
     fine_tuning_jobs: Annotated[
@@ -241,7 +241,7 @@ class Settings(BaseSettings):
         default=0,
         ge=0,
         le=64,
-        description="Fine-tuning jobs that run at once on one store, each in a process of its own. 0: none are taken.",
+        description="Fine-tuning jobs that run at once on one store. 0: none are taken.",
     )
 
     playground: Annotated[bool, Shown(section="Playground and logs", page="[playground](playground.md)")] = Field(

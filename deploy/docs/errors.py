@@ -29,15 +29,21 @@ $ curl -s localhost:8000/v1/completions -H 'content-type: application/json' -d '
 
 {types}
 
-Every answer has `x-request-id`; a client may send its own. Stock clients retry 408, 409, 429 and 5xx, unless the answer
-has `x-should-retry: false` ("no" below).
+Every answer has `x-request-id`; a client may send its own. `python -m deploy.docs.errors` writes this page.
+"""
+RETRIED_TABLE = """
+## Retried by stock clients
 
-`python -m deploy.docs.errors` writes this page.
+| status | `code` | meaning |
+| --- | --- | --- |
+"""
+OTHER_TABLE = """
+## Not retried
 
-## By status
+If clients would retry the status, the answer has `x-should-retry: false`.
 
-| status | `code` | retried | meaning |
-| --- | --- | --- | --- |
+| status | `code` | meaning |
+| --- | --- | --- |
 """
 REFUSAL = json.dumps(ANSWERS["ErrorBody"], separators=(",", ":"))
 CODES = """
@@ -52,7 +58,7 @@ A stream that ends with `server_stopping` goes on [elsewhere](sessions.md#when-a
 """
 # Refusals of the connection and of the routing, which have no class of their own.
 OTHERS = (
-    (400, "invalid_http", "The bytes are no HTTP request; the message says where. The connection closes."),
+    (400, "invalid_http", "The bytes are no HTTP request. The connection closes."),
     (405, "method_not_allowed", "The path has other methods; the message and `Allow` name them."),
     (415, "unsupported_media_type", "The body is not JSON, not UTF-8 or encoded; the message names the header."),
     (426, "upgrade_required", "The path is a WebSocket's; the request asks for no upgrade."),
@@ -72,16 +78,15 @@ IN_RESULTS: Mapping[str, tuple[str, ...]] = {
 
 def page() -> str:
     """The whole page."""
-    kinds = [kind_row(kind, rule) for kind, rule in sorted(RULES.items(), key=lambda one: one[1].status)]
-    kinds += [row(status, code, "no", meaning) for status, code, meaning in OTHERS]
-    kinds.append(row(INTERNAL.status, INTERNAL.code, "yes", "A fault of the server; its log has details."))
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for kind, rule in RULES.items():
+        rows[is_retried(rule)].append(kind_row(kind, rule))
+    rows[False] += [row(status, code, meaning) for status, code, meaning in OTHERS]
+    rows[True].append(row(INTERNAL.status, INTERNAL.code, "A fault of the server; its log has details."))
     head = HEAD.format(refusal=REFUSAL, types=textwrap.fill(f"`type` follows the status: {types()}.", 120))
-    return (
-        "\n".join(
-            [head.rstrip(), *sorted(kinds), CODES.rstrip(), "", *code_lines(), RESULTS.rstrip(), "", *result_lines()]
-        )
-        + "\n"
-    )
+    tables = [RETRIED_TABLE.rstrip(), *sorted(rows[True]), OTHER_TABLE.rstrip(), *sorted(rows[False])]
+    codes = [CODES.rstrip(), "", *code_lines(), RESULTS.rstrip(), "", *result_lines()]
+    return "\n".join([head.rstrip(), *tables, *codes]) + "\n"
 
 
 def types() -> str:
@@ -91,17 +96,21 @@ def types() -> str:
     return ", ".join([*named, f"5xx `{INTERNAL.type}`", f"else `{INVALID}`"])
 
 
+def is_retried(rule: Rule) -> bool:
+    """By stock clients."""
+    return rule.retry if rule.retry is not None else rule.status in RETRIED or rule.status >= 500
+
+
 def kind_row(kind: type[NsmError], rule: Rule) -> str:
-    is_retried = rule.retry if rule.retry is not None else rule.status in RETRIED or rule.status >= 500
     meaning = (
         (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ").replace("`retry_after_s`", "`Retry-After`")
     )
-    return row(rule.status, rule.code, "yes" if is_retried else "no", meaning)
+    return row(rule.status, rule.code, meaning)
 
 
-def row(status: int, code: str | None, retried: str, meaning: str) -> str:
+def row(status: int, code: str | None, meaning: str) -> str:
     shown = "null, or one of [more codes](#more-codes)" if code is None else f"`{code}`"
-    return f"| {status} | {shown} | {retried} | {meaning} |"
+    return f"| {status} | {shown} | {meaning} |"
 
 
 def code_lines() -> list[str]:
