@@ -14,7 +14,8 @@ from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments, valid_tokens
 from nsm_core.ops.keyed_scan.dispatch import keyed_scan
 from nsm_core.ops.keyed_scan.reference import keyed_step
-from nsm_core.ops.short_conv.reference import convolve, next_tail
+from nsm_core.ops.short_conv.conv import context_conv
+from nsm_core.ops.short_conv.reference import next_tail
 from nsm_core.state.spec import State
 
 # A write of strength b moves the answer for its own key by the share b, and that for an unrelated key by b / M. So a
@@ -129,13 +130,13 @@ class KeyedMixer(Mixer):
             tokens["q"], tokens["k"] = (
                 self._route(routes, taps, segments.reset) for taps in (self.conv.read, self.conv.write)
             )
-            value = convolve(values.to(self.conv.value.dtype), self.conv.value, segments.reset).to(mixed.dtype)
+            value = context_conv(joined=values, weight=self.conv.value, reset=segments.reset, dtype=mixed.dtype)
             tokens["v"] = self._in_heads(value)
         return tokens, gate, next_tail(joined, tail.shape[1], segments.lengths).to(tail.dtype)
 
     def _route(self, routes: Tensor, taps: Tensor, reset: Tensor | None) -> Tensor:
         """routes [B, taps - 1 + T, HM] -> [B,T,H,M]."""
-        logits = self._in_heads(convolve(routes.to(taps.dtype), taps, reset))
+        logits = self._in_heads(context_conv(joined=routes, weight=taps, reset=reset, dtype=taps.dtype))
         return unit_route(logits).to(routes.dtype)
 
     def _rates(self, x: Tensor, valid: Tensor | None) -> dict[str, Tensor]:

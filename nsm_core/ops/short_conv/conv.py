@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.dispatch import operator_or_function, runs_kernels
-from nsm_core.ops.short_conv.reference import short_conv_reference
+from nsm_core.ops.short_conv.reference import convolve, short_conv_reference
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,6 +41,18 @@ def short_conv(
     conv = operator_or_function(_short_conv, _forward)
     q, k, v, new_tail = conv(qkv, weight, tail, reset, lengths, num_heads, eps)
     return q, k, v, new_tail
+
+
+def context_conv(*, joined: Tensor, weight: Tensor, reset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The convolution of `short_conv` alone: joined [B, taps - 1 + T, D] (the tail, then the tokens), weight [taps, D]
+    fp32 -> [B,T,D] in `dtype`, computed in fp32. The kernel, in inference, has the reference's bits.
+    """
+    is_plain = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    if reset is not None or not (is_plain and runs_kernels(joined) and joined.dtype in KERNEL_DTYPES):
+        return convolve(joined.to(weight.dtype), weight, reset).to(dtype)
+    from nsm_core.ops.short_conv.kernel_context import convolve_rows
+
+    return convolve_rows(joined, weight, dtype)
 
 
 def _forward(

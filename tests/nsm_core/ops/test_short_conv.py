@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsm_core.ops.short_conv.conv import short_conv
-from nsm_core.ops.short_conv.reference import short_conv_reference
+from nsm_core.ops.short_conv.conv import context_conv, short_conv
+from nsm_core.ops.short_conv.reference import convolve, short_conv_reference
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from tests.support.counts import scaled
 
 NO_TRITON = "the kernels' compiler is not installed"
 forward_kernel = pytest.importorskip("nsm_core.ops.short_conv.kernel_forward", reason=NO_TRITON)
 backward_kernel = pytest.importorskip("nsm_core.ops.short_conv.kernel_backward", reason=NO_TRITON)
+context_kernel = pytest.importorskip("nsm_core.ops.short_conv.kernel_context", reason=NO_TRITON)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
@@ -148,3 +149,25 @@ def test_at_full_size_on_a_gpu() -> None:
         q, k, v, tail = short_conv(**half)
         results.append([q, k, v, tail, *torch.autograd.grad((q * k * v).float().sum() + tail.sum(), leaves)])
     assert all(first.equal(second) for first, second in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("num_tokens", "channels", "taps"), [(1, 300, 4), (19, 64, 2), (64, 256, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_convolution_alone_has_the_bits_of_the_plain_form(
+    num_tokens: int, channels: int, taps: int, dtype: torch.dtype
+) -> None:
+    joined = torch.randn(3, taps - 1 + num_tokens, channels + 8).to(DEVICE, dtype)[..., :channels]
+    weight = torch.randn(taps, channels, device=DEVICE)
+    want = convolve(joined.to(weight.dtype), weight, None)
+    for to in (torch.float32, torch.bfloat16)[: 2 if DEVICE == "cuda" else 1]:  # the interpreter does not round to bf16
+        assert context_kernel.convolve_rows(joined, weight, to).equal(want.to(to))
+
+
+def test_the_convolution_alone_may_be_differentiated_and_begins_anew_with_a_document() -> None:
+    joined = torch.randn(1, 3 + 2 * CHUNK_LEN, 4, device=DEVICE, requires_grad=True)
+    weight, reset = torch.randn(4, 4, device=DEVICE), torch.tensor([[False, True]], device=DEVICE)
+    found = context_conv(joined=joined, weight=weight, reset=reset, dtype=torch.float32)
+    (grad,) = torch.autograd.grad(found[:, CHUNK_LEN:].sum(), joined)
+    assert not grad[:, : CHUNK_LEN + 3].any()
+    with torch.inference_mode():
+        assert context_conv(joined=joined, weight=weight, reset=reset, dtype=torch.float32).equal(found)

@@ -1,7 +1,8 @@
 """A layer of keyed slots between its two projections, for one token a row, as one kernel (ops/keyed_scan/reference.py).
 
 A program handles one head of one row. It reads the head's slots once, removes what they hold for the token's key, adds
-its value, reads them by its query, and writes them back in place.
+its value, reads them by its query, and writes them back in place: some columns at a time, while the next ones are on
+their way. So it needs few registers, and several programs share a multiprocessor: some wait for memory, others write.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
 from nsm_core.ops.routing.kernel import softplus
 
-NUMBERS_A_WARP = 2048  # of a head's slots, in registers: 64 for each thread
+COLUMNS_AT_A_TIME = 32
+NUMBERS_A_WARP = 1024  # of these columns, in registers: 32 for each thread, and as many on their way
 SHORTEST = 1e-12  # length that a route is divided by at least, as in torch.nn.functional.normalize
 
 
@@ -74,6 +76,7 @@ def _keyed_step(
     TAPS: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     C: tl.constexpr = H * (M + V)
@@ -83,27 +86,40 @@ def _keyed_step(
         wait_for_previous(CHAINED)
         return
     slots, columns = tl.arange(0, SLOTS), tl.arange(0, COLUMNS)
-    is_slot, is_column = slots < M, columns < V
-    mask = is_slot[:, None] & is_column[None, :]
+    is_slot = slots < M
     at = slots_ptr + (row * H + head) * (M * V) + slots[:, None] * V + columns[None, :]
     # the bytes that take the time: asked for first, and first to leave the cache, where the weights should stay
-    held = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    held = tl.load(at, mask=is_slot[:, None] & (columns < V)[None, :], other=0.0, eviction_policy="evict_first")
     wait_for_previous(CHAINED)
     x_ptr = projected_ptr + index * projected_stride
     tail_ptr += row * ((TAPS - 1) * C)
-    route, own = head * M + slots, head * V + columns
+    route = head * M + slots
     key = _unit(_convolve(x_ptr, tail_ptr, write_taps_ptr, route, route, is_slot, C, H * M, TAPS), shortest)
     query = _unit(_convolve(x_ptr, tail_ptr, read_taps_ptr, route, route, is_slot, C, H * M, TAPS), shortest)
-    value = _convolve(x_ptr, tail_ptr, value_taps_ptr, H * M + own, own, is_column, C, H * V, TAPS)
     rates_ptr += index * rates_stride + head
-    strength = tl.sigmoid(tl.load(rates_ptr))
-    held *= tl.exp(-softplus(tl.load(rates_ptr + H)))
-    change = strength * (value - tl.sum(key[:, None] * held, axis=0))
-    held += key[:, None] * change[None, :]
-    tl.store(at, held, mask=mask, eviction_policy="evict_first")
-    read = tl.sum(query[:, None] * held, axis=0)
-    read = read / tl.sqrt(tl.sum(read * read, axis=0) / V + eps)
+    strength, decay = tl.sigmoid(tl.load(rates_ptr)), tl.exp(-softplus(tl.load(rates_ptr + H)))
+    parts = tl.arange(0, PARTS)[:, None]
+    reads = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        here = part * COLUMNS + columns
+        if part + 1 < PARTS:
+            is_next = is_slot[:, None] & (here + COLUMNS < V)[None, :]
+            later = tl.load(at + (part + 1) * COLUMNS, mask=is_next, other=0.0, eviction_policy="evict_first")
+        own = head * V + here
+        value = _convolve(x_ptr, tail_ptr, value_taps_ptr, H * M + own, own, here < V, C, H * V, TAPS)
+        held *= decay
+        change = strength * (value - tl.sum(key[:, None] * held, axis=0))
+        held += key[:, None] * change[None, :]
+        to = is_slot[:, None] & (here < V)[None, :]
+        tl.store(at + part * COLUMNS, held, mask=to, eviction_policy="evict_first")
+        reads = tl.where(parts == part, tl.sum(query[:, None] * held, axis=0)[None, :], reads)
+        if part + 1 < PARTS:
+            held = later
+    inner = parts * COLUMNS + columns[None, :]
+    own, is_column = head * V + inner, inner < V
+    read = reads / tl.sqrt(tl.sum(tl.sum(reads * reads, axis=1), axis=0) / V + eps)
     read = read * tl.load(gain_ptr + own, mask=is_column, other=0.0)
+    value = _convolve(x_ptr, tail_ptr, value_taps_ptr, H * M + own, own, is_column, C, H * V, TAPS)
     read += value * tl.load(skip_ptr + own, mask=is_column, other=0.0)
     gate = tl.load(x_ptr + C + own, mask=is_column, other=0.0).to(tl.float32)
     read = read * gate * tl.sigmoid(gate)
@@ -144,7 +160,8 @@ def keyed_step_in_place(
     out [B, >= H V] is the input of the output projection.
     """
     _, heads, num_slots, width = slots.shape
-    block_slots, columns = triton.next_power_of_2(num_slots), triton.next_power_of_2(width)
+    block_slots, all_columns = triton.next_power_of_2(num_slots), triton.next_power_of_2(width)
+    columns = min(COLUMNS_AT_A_TIME, all_columns)
     _keyed_step[(heads, rows.shape[0])](
         rows,
         projected,
@@ -168,6 +185,7 @@ def keyed_step_in_place(
         TAPS=weights.value_taps.shape[0],
         SLOTS=block_slots,
         COLUMNS=columns,
+        PARTS=all_columns // columns,
         num_warps=max(1, block_slots * columns // NUMBERS_A_WARP),
         **chained(is_chained),
     )
