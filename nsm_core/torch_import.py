@@ -33,7 +33,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # devices of other packages; looks t
 
 
 def import_torch() -> types.ModuleType:
-    """torch; if it is imported here for the first time, and its build knows no GPUs, without META_KERNELS and DEFERRED.
+    """torch; if it is imported here for the first time, without META_KERNELS and DEFERRED.
 
     A later import of META_KERNELS registers them, as `complete_torch` does. Whoever uses a module of DEFERRED gets it.
     """
@@ -48,8 +48,6 @@ def import_torch() -> types.ModuleType:
     package, _, name = META_KERNELS.rpartition(".")
     if vars(sys.modules[package]).get(name) is placeholder:
         delattr(sys.modules[package], name)
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        complete_torch()
     return torch
 
 

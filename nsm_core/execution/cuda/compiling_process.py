@@ -16,6 +16,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from nsm_core.execution.cuda.compiler_key import remember_key
 from nsm_core.execution.cuda.compiling import Variant
 
 logger = logging.getLogger("nsm.execution")
@@ -68,6 +69,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the compiler may print
     target = GPUTarget(**json.loads(sys.stdin.readline()))
+    remember_key()
     driver.set_active(NoDevice(target))
     launcher = launcher_of(target)
     for line in sys.stdin:

@@ -1,36 +1,31 @@
-"""What a start on a GPU can begin before torch is imported, in a thread that needs little of the interpreter's lock."""
+"""What a start on a GPU can begin before torch is imported, in a thread that hardly needs the interpreter's lock."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 DRIVER = "libcuda.so.1"
-COMPILER = "triton.runtime.cache"
 
 
-def begin(device: str, *, steps: tuple[Callable[[str], None], ...] | None = None) -> threading.Thread:
-    """Begins for `cuda`, `cuda:1` or `auto`, whose GPU may be missing: then nothing happens, and nothing is logged.
-    Whoever needs the results later finds them, or waits for them as he would without this.
-
-    `steps`: in order, up to the first that raises.
+def begin(device: str, *, open_context: Callable[[str], None] | None = None) -> threading.Thread:
+    """Opens the context of `cuda`, `cuda:1` or `auto`, whose GPU may be missing: then nothing happens, and nothing is
+    logged. Who needs the context later finds it, or waits for it as he would without this. `open_context`: does so.
     """
 
     def run() -> None:
         with suppress(Exception):  # whatever is wrong here, the start will meet it again and say so
-            for step in steps or (open_context, hash_compiler):
-                step(device)
+            (open_context or retain_context)(device)
 
     thread = threading.Thread(target=run, name="nsm-early-start", daemon=True)
     thread.start()
     return thread
 
 
-def open_context(device: str) -> None:
-    """The context of the GPU that all of this process's libraries share: torch takes half a second for it.
+def retain_context(device: str) -> None:
+    """The context of the GPU that all of this process's libraries share: torch would take half a second for it.
 
     Raises OSError without a driver, RuntimeError if the driver has no such GPU.
     """
@@ -45,8 +40,3 @@ def open_context(device: str) -> None:
 def _require(status: int) -> None:
     if status:
         raise RuntimeError(f"the driver answers {status}")
-
-
-def hash_compiler(_device: str) -> None:
-    """The compiler's hash of its own files, 0.5 GB, which it asks for before its first kernel, and keeps."""
-    importlib.import_module(COMPILER).triton_key()

@@ -86,9 +86,12 @@ def _about(device: torch.device) -> str:
 
 
 def _note_of(subject: str) -> StartNote | None:
-    from nsm_core.execution.cuda.start_note import StartNote  # imports the compiler
+    # these import the compiler
+    from nsm_core.execution.cuda.compiler_key import remember_key
+    from nsm_core.execution.cuda.start_note import StartNote
 
     try:
+        remember_key()
         return StartNote.of(subject)
     except Exception as error:  # of the compiler, whose versions differ
         logger.warning("this start leaves no note: %s: %s", type(error).__name__, first_line(error))
