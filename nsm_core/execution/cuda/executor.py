@@ -55,6 +55,7 @@ class CudaExecutor:
         self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
         self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._has_run_plain = False
         # larger vocabularies are sampled on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
         self.overlap: CudaOverlap | None = (
@@ -84,7 +85,20 @@ class CudaExecutor:
             self._launch_unrecorded()
 
     def prepare_more(self) -> bool:
+        if not self.options.graphs:
+            return False
+        if not self._has_run_plain:
+            self._run_plain()
+            return True
         return self._prompts.record_next()
+
+    @torch.inference_mode()
+    def _run_plain(self) -> None:
+        """A step of the model as it is written, which the sampling of its states runs now and then: the first one loads
+        libraries, for which streams would wait 0.2 s.
+        """
+        self._has_run_plain = True
+        self._model.step(torch.zeros(1, dtype=torch.int64, device=self._device), self.initial)
 
     @torch.inference_mode()
     def launch_all(self) -> None:
