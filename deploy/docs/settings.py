@@ -10,12 +10,10 @@ from service.settings import ENV_PREFIX, Settings, shown, shown_default
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting of the server is a variable and an option of `nsm serve`: `NSM_MAX_SLOTS=32` is `--max-slots 32`, and the
-option wins. Other commands read the same variables. An unknown `NSM_` variable, or a bad value, ends the start with one
-line. An empty variable counts as unset. Switches are `true` or `false` (`--energy`, `--no-energy`). Names that end in
-`_S` are in seconds, in `_MB` in MiB. OpenTelemetry's variables set [traces](tracing.md).
-
-`python -m deploy.docs.settings` writes this page.
+Every setting is a variable, which all commands read, and an option of `nsm serve`, which wins: `NSM_MAX_SLOTS=32` is
+`--max-slots 32`. An unknown `NSM_` variable or a bad value ends the start with one line; an empty one counts as unset.
+Switches are `true` or `false` (`--energy`, `--no-energy`). `_S` means seconds, `_MB` MiB. OpenTelemetry's variables set
+[traces](tracing.md). `python -m deploy.docs.settings` writes this page.
 """
 
 
