@@ -13,11 +13,13 @@ from typing import TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
 from service.stores.sqlite.schema import MEMORY, StoreConnection, connect, connect_memory, is_busy
+from service.stores.sqlite.write_gate import WriteGate
 
 # How a transaction begins, is committed and taken back
 _WHOLE = ("COMMIT", ("ROLLBACK",))
 _PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
+GATE_PATIENCE_S = 0.01  # for which a closed gate is believed
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
 FULL = "the session store is full: delete sessions, or free its disk (the server's log has the path)"
 DAMAGED = "the session store is damaged or not a database"
@@ -104,7 +106,7 @@ def shared_transaction(connection: sqlite3.Connection, *, is_synced: Callable[[]
     """The transactions inside are parts of one, which commits them all at its end. One that raises is taken back alone,
     if its error is caught; errors of SQLite must not be.
 
-    `is_synced`: whether the end has to be on the disk. It is asked before each try to take the write lock.
+    `is_synced`: whether the end has to be on the disk. It is asked before each try to take SQLite's write lock.
     """
     with contextlib.ExitStack() as level:
 
@@ -142,8 +144,9 @@ def not_waiting(connection: sqlite3.Connection) -> Iterator[None]:
 @contextlib.contextmanager
 def _committed(connection: sqlite3.Connection, *, before_try: Callable[[], None] | None = None) -> Iterator[None]:
     """Within a transaction that is under way it is a part of that one."""
-    commit, rollback = _PART if connection.in_transaction else _WHOLE
-    if connection.in_transaction:
+    is_part = connection.in_transaction
+    commit, rollback = _PART if is_part else _WHOLE
+    if is_part:
         connection.execute("SAVEPOINT part")
     else:
         _begin_writing(connection, before_try)
@@ -155,6 +158,10 @@ def _committed(connection: sqlite3.Connection, *, before_try: Callable[[], None]
             for statement in rollback:
                 connection.execute(statement)
         raise
+    finally:
+        gate = _gate_of(connection)
+        if gate is not None and not is_part:
+            gate.leave()
 
 
 def _begin_writing(connection: sqlite3.Connection, before_try: Callable[[], None] | None) -> None:
@@ -164,8 +171,11 @@ def _begin_writing(connection: sqlite3.Connection, before_try: Callable[[], None
     (timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
     last_try = time.monotonic() + timeout_ms / 1e3
     connection.execute("PRAGMA busy_timeout = 0")
+    gate = _gate_of(connection)
     try:
         while True:
+            if gate is not None:
+                _await_gate(connection, gate, last_try)
             if before_try is not None:
                 before_try()
             try:
@@ -177,8 +187,28 @@ def _begin_writing(connection: sqlite3.Connection, before_try: Callable[[], None
                 if isinstance(connection, StoreConnection) and not connection.waits_for_lock:
                     raise LockTaken from error
             time.sleep(LOCK_POLL_S)
+    except BaseException:
+        if gate is not None:
+            gate.leave()
+        raise
     finally:
         connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
+
+
+def _await_gate(connection: sqlite3.Connection, gate: WriteGate, last_try: float) -> None:
+    """Returns when it is worth while to ask SQLite for its lock. Raises LockTaken."""
+    end = min(last_try, time.monotonic() + GATE_PATIENCE_S)
+    while not gate.try_enter():
+        if isinstance(connection, StoreConnection) and not connection.waits_for_lock:
+            raise LockTaken
+        if time.monotonic() > end:
+            return
+        time.sleep(LOCK_POLL_S)
+
+
+def _gate_of(connection: sqlite3.Connection) -> WriteGate | None:
+    """None for a database in memory."""
+    return connection.gate if isinstance(connection, StoreConnection) else None
 
 
 @contextlib.contextmanager

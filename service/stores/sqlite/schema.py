@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
+from service.stores.sqlite.write_gate import WriteGate
 
 APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file this is
 PAGE_BYTES = 1024  # of new files: a turn of schema 4 wrote 26 KB (benchmarks.turn_commit), with 4 KiB 74
@@ -442,9 +443,15 @@ PRAGMAS = f"""
 
 
 class StoreConnection(sqlite3.Connection):
-    """`waits_for_lock`: whether a transaction waits while another process writes."""
+    """`waits_for_lock`: whether a transaction waits while another process writes. `gate`: of its transactions."""
 
     waits_for_lock = True
+    gate: WriteGate | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.gate is not None:
+            self.gate.close()
 
 
 def create_file(path: Path) -> None:
@@ -463,6 +470,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, factory=StoreConnection
     )
+    connection.gate = WriteGate(path)
     try:
         _refuse_foreign_file(connection, path)
         _use_write_ahead_log(connection, patience_s=busy_timeout_s)
