@@ -234,6 +234,8 @@ def encode_on_one_thread() -> None:
 class IncrementalDecoder:
     """Turns tokens into text one by one; the pieces joined equal `Tokenizer.decode` of all of them."""
 
+    __slots__ = ("_has_part", "_texts", "_tokenizer", "_utf8")
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts = tokenizer.ascii_texts

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary
 
 from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
@@ -109,7 +108,8 @@ class AsyncEngine:
         self._num_posted = 0  # calls of the loop by the thread, which alone changes it
         self._num_delivered = 0  # those that have ended; the loop alone changes it
         self._tags = itertools.count()
-        self._by_tag: WeakValueDictionary[int, GenerationHandle] = WeakValueDictionary()
+        self._by_tag: dict[int, GenerationHandle] = {}  # those whose text is made here
+        self._tag_of: dict[str, int] = {}  # of the same, by their ids
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = asyncio.Event()
@@ -175,7 +175,7 @@ class AsyncEngine:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
         if text is not None and tag is not None:
-            self._by_tag[tag] = handle
+            self._by_tag[tag], self._tag_of[request.request_id] = handle, tag
         if request.sampling.grammar is None:
             self._inbox.put(_Submit(request, time.monotonic(), tag=tag))
         else:
@@ -197,7 +197,7 @@ class AsyncEngine:
                     logger.error("a grammar was not compiled", exc_info=error)
                     error = EngineDead(f"the grammar was not compiled: {type(error).__name__}")
                 handle.fail(error)
-                self._handles.pop(handle.request.request_id, None)
+                self._forget(handle.request.request_id)
             else:
                 self._inbox.put(_Submit(handle.request, arrival, compiled.result(), tag))
 
@@ -208,8 +208,13 @@ class AsyncEngine:
         try:
             self._compiling.submit(grammar).add_done_callback(call_loop)
         except NsmError:
-            del self._handles[handle.request.request_id]
+            self._forget(handle.request.request_id)
             raise
+
+    def _forget(self, request_id: str) -> None:
+        """The request's last event was delivered, or it was never queued."""
+        self._handles.pop(request_id, None)
+        self._by_tag.pop(self._tag_of.pop(request_id, -1), None)
 
     def _check_num_watched(self, request: GenerationRequest) -> None:
         """Bounds the memory for captured routing; each such request also slows the others down."""
@@ -317,7 +322,7 @@ class AsyncEngine:
         for request_id, event in events:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):
-                del self._handles[request_id]
+                self._forget(request_id)
         self._pace.step_ended()
         self._num_delivered += 1
 
@@ -326,7 +331,8 @@ class AsyncEngine:
         self._end = end
         for handle in self._handles.values():
             handle.fail(end)
-        self._handles.clear()
+        for request_id in list(self._handles):
+            self._forget(request_id)
         self._has_ended.set()
 
 

@@ -70,12 +70,13 @@ class EventQueue:
         if not self._ready:
             return False
         take, waiter = self._take, self._waiter
-        if take is not None and waiter is not None and not (self._is_holding or self._num_others or self._with_text):
-            write = None if waiter.done() else self._taken(take)
-            if write is not None:
-                writes.append(write)
-                return False
-        return self._wake()
+        if take is None or waiter is None or self._is_holding or self._num_others or self._with_text or waiter.done():
+            return self._wake()
+        write = self._taken(take)
+        if write is None:
+            return self._wake()
+        writes.append(write)
+        return False
 
     async def events(self) -> AsyncIterator[Event]:
         """Each event once, in order."""

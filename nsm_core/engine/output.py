@@ -122,6 +122,8 @@ class _HeldToken:
 class _NoText:
     """In place of a decoder."""
 
+    __slots__ = ()
+
     def feed(self, token_id: int) -> str:
         return ""
 
@@ -143,6 +145,11 @@ class OutputStream:
     Work and memory per token depend on the token's length and the longest stop string, never on the output so far.
     `max_tokens` is not applied here.
     """
+
+    __slots__ = (
+        *("_decoder", "_has_stops", "_held", "_held_tokens", "_is_finished", "_node", "_num_bytes", "_num_tokens"),
+        *("_stop_ids", "_stops", "_tokenizer", "end_ids", "holding_ids", "special_ids"),
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, has_text: bool = True) -> None:
         """`has_text`: False if only the end matters; then no step has text. Not with stop strings."""

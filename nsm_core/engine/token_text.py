@@ -23,7 +23,10 @@ class TokenText:
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Of the next tokens, one each."""
         self._num_tokens += len(ids)
-        return [self._text(ids[0])] if len(ids) == 1 else [self._text(token_id) for token_id in ids]
+        if len(ids) == 1:
+            text = self._output.feed_plain(ids[0])
+            return [self._text(ids[0]) if text is None else text]
+        return [self._text(token_id) for token_id in ids]
 
     def events(self, ids: Sequence[int], texts: Sequence[str]) -> list[Event]:
         """Of the tokens of the last call of `texts`."""

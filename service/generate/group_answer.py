@@ -12,7 +12,7 @@ from service.generate.choices import RequestGroup, chunk_usage
 from service.generate.openai_format import Envelope, usage
 from service.generate.starting import ReturnedState, last_frames
 from service.schemas.common import SamplingFields
-from service.web.sse import DirectText, PrepareWrite, TextFrame
+from service.web.sse import DirectText, PartWriter, TextFrame
 
 
 class GroupAnswer:
@@ -37,18 +37,18 @@ class GroupAnswer:
         self._returned = returned
         self._choices_per_prompt = choices_per_prompt
         self._chunk_kind = chunk_kind
-        self._prepare: PrepareWrite | None = None
+        self._writer: PartWriter | None = None
 
-    def attach(self, prepare: PrepareWrite) -> None:
-        self._prepare = prepare
+    def attach(self, writer: PartWriter) -> None:
+        self._writer = writer
 
     def leave(self) -> None:
         self.group.cancel()
 
     def _show_directly(self, text: TextFrame) -> None:
         """Text goes to the connection without a task's turn, where the connection takes it so."""
-        if self._prepare is not None:
-            self.group.show_by(DirectText(self._prepare, text, is_event_per_token=self._fields.is_event_per_token))
+        if self._writer is not None:
+            self.group.show_by(DirectText(self._writer, text, is_event_per_token=self._fields.is_event_per_token))
 
     async def _frames_without_choices(self) -> AsyncGenerator[bytes, None]:
         """At the end of a stream: the state, then the usage, if they were asked for."""

@@ -118,18 +118,21 @@ class ClosingTransport(asyncio.Transport):
 class DirectWriter:
     """Prepares writes of parts of one request's body, as uvicorn would make them in its own task."""
 
-    __slots__ = ("__weakref__", "_cycle")
+    __slots__ = ("__weakref__", "_cycle", "is_held", "num_parts")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = weakref.ref(cycle)  # whose scope holds this writer
+        self.is_held = False
+        self.num_parts = 0
 
     def __call__(self, data: bytes) -> Write | None:
         """None: the connection cannot take it now, or it is over."""
         cycle = self._cycle()
-        if cycle is None or cycle.disconnected or cycle.response_complete:
+        if self.is_held or cycle is None or cycle.disconnected or cycle.response_complete:
             return None
         if not cycle.chunked_encoding or cycle.flow.write_paused:
             return None
+        self.num_parts += 1
         return functools.partial(cycle.transport.write, b"%x\r\n%b\r\n" % (len(data), data))
 
 
@@ -232,7 +235,7 @@ class Connection(BoundedHead):
         if not self._is_cut:
             super().on_headers_complete()
             if not self._should_upgrade() and self.scope["method"] != "HEAD":
-                self.scope["state"]["prepare_part"] = DirectWriter(self.cycle)
+                self.scope["state"]["part_writer"] = DirectWriter(self.cycle)
 
     def handle_websocket_upgrade(self) -> None:
         """From here on the connection is the WebSocket's own, whose writes are bounded by waiting for its reader."""

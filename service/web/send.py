@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from service.web.json_body import json_response
-from service.web.sse import EventStream, PrepareWrite, until_done
+from service.web.sse import EventStream, PartWriter, until_done
 
 
 class Answer(Protocol):
@@ -18,8 +18,8 @@ class Answer(Protocol):
         """Server-sent events, those that are ready together in one piece."""
         ...
 
-    def attach(self, prepare: PrepareWrite) -> None:
-        """Before `frames`: plain text may be written by what `prepare` returns while the frames wait."""
+    def attach(self, writer: PartWriter) -> None:
+        """Before `frames`: plain text may be written by `writer` while the frames wait."""
         ...
 
     async def collect(self) -> dict[str, Any]: ...

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -39,18 +39,25 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
 class TextFrame:
     """Frames that differ in one string only: their common part is encoded once."""
 
-    __slots__ = ("_head", "_tail")
+    __slots__ = ("head", "tail")
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
         """`make`: the whole frame around a string."""
-        self._head, self._tail = make(_MARK).split(orjson.dumps(_MARK))
+        self.head, self.tail = make(_MARK).split(orjson.dumps(_MARK))
 
     def __call__(self, text: str) -> bytes:
-        return self._head + orjson.dumps(text) + self._tail
+        return self.head + orjson.dumps(text) + self.tail
 
 
-# What writes a part of the body, to be called before anything else can write; None: it cannot be written now.
-PrepareWrite = Callable[[bytes], Write | None]
+class PartWriter(Protocol):
+    """Writes parts of a body without the task that sends it. `is_held`: that task is writing; `num_parts`: so far."""
+
+    is_held: bool
+    num_parts: int
+
+    def __call__(self, data: bytes) -> Write | None:
+        """What writes the part, to be called before anything else can write; None: it cannot be written now."""
+        ...
 
 
 def _write_nothing() -> None:
@@ -60,10 +67,11 @@ def _write_nothing() -> None:
 class DirectText:
     """Writes tokens' texts to the connection at once, without the task that sends the stream."""
 
-    __slots__ = ("_frame", "_is_event_per_token", "_prepare")
+    __slots__ = ("_frame", "_head", "_is_event_per_token", "_tail", "_writer")
 
-    def __init__(self, prepare: PrepareWrite, text_frame: Callable[[str], bytes], *, is_event_per_token: bool) -> None:
-        self._prepare = prepare
+    def __init__(self, writer: PartWriter, text_frame: TextFrame, *, is_event_per_token: bool) -> None:
+        self._writer = writer
+        self._head, self._tail = text_frame.head, text_frame.tail
         self._frame = text_frame
         self._is_event_per_token = is_event_per_token
 
@@ -73,8 +81,8 @@ class DirectText:
             data = b"".join(self._frame(text) for text in texts if text)
         else:
             text = texts[0] if len(texts) == 1 else "".join(texts)
-            data = self._frame(text) if text else b""
-        return self._prepare(data) if data else _write_nothing
+            data = self._head + orjson.dumps(text) + self._tail if text else b""  # as `_frame`, without a call
+        return self._writer(data) if data else _write_nothing
 
 
 async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
@@ -95,7 +103,7 @@ class EventStream(Response):
 
     `on_close` is there because closing a generator that never started runs none of its code.
     `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state, and the
-    connection `prepare_part`, which `on_open` gets: it may be used while the generator waits.
+    connection `part_writer`, which `on_open` gets: it may be used while the generator waits.
     It never calls `receive`: when the client leaves, the middleware cancels this task.
     """
 
@@ -106,7 +114,7 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] | None = None,
-        on_open: Callable[[PrepareWrite], None] | None = None,
+        on_open: Callable[[PartWriter], None] | None = None,
     ) -> None:
         self.frames = frames
         self.on_open = on_open
@@ -122,11 +130,10 @@ class EventStream(Response):
             await stack.enter_async_context(contextlib.aclosing(self.frames))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             state = scope.get("state", {})
-            pacer = Pacer(
-                state.get("send_part", send), state.get("stream_ping_s", 0.0), prepare=state.get("prepare_part")
-            )
-            if self.on_open is not None:
-                self.on_open(pacer.prepare)
+            writer: PartWriter | None = state.get("part_writer")
+            pacer = Pacer(state.get("send_part", send), state.get("stream_ping_s", 0.0), writer)
+            if self.on_open is not None and writer is not None:
+                self.on_open(writer)
             pinger = asyncio.create_task(pacer.ping_when_idle())
             try:
                 async for data in self.frames:
@@ -140,31 +147,33 @@ class EventStream(Response):
 
 
 class Pacer:
-    """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open."""
+    """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open.
 
-    __slots__ = ("_interval_s", "_is_sending", "_prepare", "_send", "num_sent")
+    `writer`: sends parts of the same body as well, between those of the task.
+    """
 
-    def __init__(self, send: Send, interval_s: float, *, prepare: PrepareWrite | None = None) -> None:
+    def __init__(self, send: Send, interval_s: float, writer: PartWriter | None = None) -> None:
         self._send = send
-        self._prepare = prepare
+        self._writer = writer
         self._interval_s = interval_s
         self._is_sending = False
-        self.num_sent = 0
+        self._num_own = 0
+
+    @property
+    def num_sent(self) -> int:
+        """Parts, by whomever."""
+        return self._num_own + (0 if self._writer is None else self._writer.num_parts)
 
     async def send(self, data: bytes) -> None:
-        self._is_sending = True
+        self._hold(True)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._is_sending = False
-        self.num_sent += 1
+        self._hold(False)
+        self._num_own += 1
 
-    def prepare(self, data: bytes) -> Write | None:
-        """What does `send` without waiting; see PrepareWrite."""
-        if self._prepare is None or self._is_sending:
-            return None
-        write = self._prepare(data)
-        if write is not None:
-            self.num_sent += 1
-        return write
+    def _hold(self, is_sending: bool) -> None:
+        self._is_sending = is_sending
+        if self._writer is not None:
+            self._writer.is_held = is_sending
 
     async def ping_when_idle(self) -> None:
         """Runs until cancelled, or not at all without an interval. No ping while a frame waits for a slow reader."""
