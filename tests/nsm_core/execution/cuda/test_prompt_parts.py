@@ -74,6 +74,25 @@ def test_sizes_that_were_not_used_are_recorded_one_by_one_short_prompts_first(
     assert len(recorded) == len(set(recorded)) == 34
 
 
+def test_an_idle_engine_runs_the_plain_model_once_and_then_records_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(small_config(48, num_layers=1))
+    executor = CudaExecutor(model, num_rows=2, options=CudaOptions(weights=CudaWeights.FP32, graphs=False))
+    start = {name: value.clone() for name, value in executor.initial.items()}
+    steps: list[torch.Size] = []
+    plain = model.step
+
+    def step(ids: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        steps.append(ids.shape)
+        return plain(ids, state)
+
+    monkeypatch.setattr(model, "step", step)
+    assert not executor.prepare_more()  # nothing is recorded
+    executor.options = CudaOptions(weights=CudaWeights.FP32)
+    assert [executor.prepare_more() for _ in range(2)] == [True, False]
+    assert steps == [torch.Size([1])]
+    assert all(executor.initial[name].equal(value) for name, value in start.items())
+
+
 def test_long_prompts_are_read_at_once() -> None:
     reader = Reader()
     reader.read(range(40), [[1] * 600] * 40)
