@@ -1,6 +1,6 @@
 """A turn as bytes, for the store: the request, so that any replica can run it again; its tokens; the result.
 
-JSON: a record may be read by another replica. It is packed: each turn writes some, and they look alike. What has its
+JSON: a record may be read by another replica. Most are packed: each turn writes some, and they look alike. What has its
 default is left out.
 """
 
@@ -31,6 +31,7 @@ _COUNTS = ("prompt_tokens", "cached_tokens", "replayed_tokens", "completion_toke
 # Once: a turn's commit, which its client waits for, asks for them
 _USUAL_SAMPLING = tuple((one.name, getattr(SamplingParams(), one.name)) for one in dataclasses.fields(SamplingParams))
 _JSON = json.JSONEncoder(separators=(",", ":"))
+MIN_PACKED_BYTES = 64  # smaller ones, a few tokens, would hardly get smaller
 MAX_PACKED_BYTES = 64 * 1024  # larger ones stay as they are: packing them would hold up the event loop
 PACK_LEVEL = 6
 PACKED = b"x"  # the first byte of what zlib makes; JSON never begins so
@@ -193,7 +194,7 @@ def decode_result(raw: bytes) -> TurnResult:
 
 def _dump(value: object) -> bytes:
     raw = _JSON.encode(value).encode()
-    if len(raw) > MAX_PACKED_BYTES:
+    if not MIN_PACKED_BYTES <= len(raw) <= MAX_PACKED_BYTES:
         return raw
     packer = zlib.compressobj(PACK_LEVEL, zdict=_USUAL)
     return packer.compress(raw) + packer.flush()

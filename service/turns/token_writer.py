@@ -13,6 +13,8 @@ from service.turns.lease import HeldLease
 logger = logging.getLogger("nsm.turns")
 
 BATCH_S = 0.1  # between two appends; what a lost process had not written yet is drawn again, and comes out the same
+SLOW_BATCH_S = 0.3  # while fewer than FEW_TOKENS come in BATCH_S: an append of three costs as much as one of thirty
+FEW_TOKENS = 8
 QUIET_S = 1.0  # how often a turn that samples nothing asks whether it shall go on
 
 
@@ -40,6 +42,7 @@ class TokenWriter:
         self._num_written = len(self.tokens)
         self._batch: bytes | None = None  # under way; sent again as it was when it may not have arrived
         self._batch_end = 0
+        self._batch_s = BATCH_S
         self._has_more = asyncio.Event()
         self._stopped = asyncio.Event()
         self._has_failed = False
@@ -84,7 +87,7 @@ class TokenWriter:
     async def _is_time(self) -> bool:
         """Waits until there is a batch to write, or it is time to listen. False when it is all over."""
         if await happens(self._has_more, within_s=QUIET_S):
-            await happens(self._stopped, within_s=_until_write_s(asyncio.get_running_loop().time()))
+            await happens(self._stopped, within_s=_until_write_s(asyncio.get_running_loop().time(), self._batch_s))
         self._has_more.clear()
         return not self._stopped.is_set()
 
@@ -93,6 +96,8 @@ class TokenWriter:
             self._batch_end = len(self.tokens)
             self._batch = encode_tokens(self.tokens[self._num_written :])
         is_cancel_wanted = await self._held.append_turn(self.turn_id, index=self._num_chunks, chunk=self._batch)
+        is_slow = (self._batch_end - self._num_written) * BATCH_S < FEW_TOKENS * self._batch_s
+        self._batch_s = SLOW_BATCH_S if is_slow else BATCH_S
         self._batch, self._num_written = None, self._batch_end
         self._num_chunks += 1
         self._has_failed = False
@@ -111,9 +116,9 @@ class TokenWriter:
         self._has_failed = True
 
 
-def _until_write_s(now: float) -> float:
-    """BATCH_S, give or take a half: all turns write at the same moments, which a store may commit together."""
-    return BATCH_S - (now + BATCH_S / 2) % BATCH_S + BATCH_S / 2
+def _until_write_s(now: float, batch_s: float) -> float:
+    """`batch_s`, give or take a half: all turns write at the same moments, which a store may commit together."""
+    return batch_s - (now + batch_s / 2) % batch_s + batch_s / 2
 
 
 async def happens(event: asyncio.Event, *, within_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -101,6 +102,7 @@ class SessionMetrics:
             "nsm_store_operation_seconds", "Calls to the store of sessions.", ["operation", "outcome"],
             buckets=SECONDS, registry=registry,
         )  # fmt: skip
+        self._store_seconds_of = functools.cache(self._store_seconds.labels)  # a turn makes a dozen calls
         self._store_bytes = Counter(
             "nsm_store_bytes_total", "Bytes of snapshots and logs that went to the store of sessions or came from it.",
             ["direction"], registry=registry,
@@ -190,7 +192,7 @@ class SessionMetrics:
         num_written: int = 0,
     ) -> None:  # fmt: skip
         """`operation`: a method of SessionStore; `num_read`, `num_written`: bytes of snapshots and logs."""
-        self._store_seconds.labels(operation, outcome).observe(seconds)
+        self._store_seconds_of(operation, outcome).observe(seconds)
         if num_read:
             self._store_bytes.labels("read").inc(num_read)
         if num_written:

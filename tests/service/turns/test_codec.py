@@ -16,6 +16,7 @@ from nsm_core.sampling.params import SamplingParams
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import (
+    PACKED,
     CommitPoint,
     StoredToken,
     TurnResult,
@@ -148,3 +149,11 @@ def test_a_usual_turn_is_a_few_hundred_bytes_and_a_long_one_is_not_packed() -> N
     assert raw.startswith(b"{")
     assert decode_result(raw).tokens == many
     assert decode_tokens(encode_tokens(many)) == many
+
+
+def test_a_few_tokens_are_plain_and_many_are_packed() -> None:
+    few, many = ([StoredToken(number) for number in range(count)] for count in (3, 300))
+    assert encode_tokens(few).startswith(b'"')
+    assert len(encode_tokens(few)) < 16
+    assert encode_tokens(many).startswith(PACKED)
+    assert [decode_tokens(encode_tokens(tokens)) for tokens in (few, many)] == [few, many]
