@@ -89,6 +89,16 @@ def test_slot_use_in_numbers() -> None:
     assert slot_use([]) is None
 
 
+def test_slot_use_of_routers_with_other_numbers_of_slots() -> None:
+    """As two levels beside plain slots have them: tokens do not write to the upper level."""
+    uses = [torch.stack((load, 0.1 * load, -load)) for load in (torch.ones(2, 8), torch.ones(2, 4))]
+    use = slot_use(uses)
+    assert use is not None
+    assert use.effective_slots == pytest.approx(6.0)
+    assert use.slots_written == pytest.approx(0.6)
+    assert use.half_life == pytest.approx(math.log(2.0))
+
+
 def test_unused_slot_is_raised_until_it_is_chosen() -> None:
     router, x = make_router(), torch.randn(4, 64, 16)
     with torch.no_grad():
