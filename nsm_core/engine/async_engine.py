@@ -80,7 +80,7 @@ class _Inbox:
     def take(self, *, wait_s: float) -> tuple[list[_Submit | _Cancel], bool]:
         """All commands, and whether the inbox was closed. Waits up to `wait_s` if there is neither."""
         with self._changed:
-            if not self._commands and not self._is_closed:
+            if wait_s and not self._commands and not self._is_closed:
                 self._changed.wait(wait_s)
             commands, self._commands = self._commands, []
             return commands, self._is_closed
@@ -313,18 +313,26 @@ class AsyncEngine:
     def _deliver(self, events: Events, tokens: Sequence[TokenBatch]) -> None:
         """On the loop."""
         for batch in tokens:
+            if self._token_listener is None:  # then no tag has an index
+                self._deliver_ids(batch.tags, batch.ids)
+                continue
             for index, numbers, ids in batch.by_listener():
-                if index and self._token_listener is not None:
+                if index:
                     self._token_listener(index, numbers, ids)
-                    continue
-                for tag, token_id in zip(numbers.tolist(), ids.tolist(), strict=True):
-                    self._by_tag[tag].deliver_id(token_id)
+                else:
+                    self._deliver_ids(numbers, ids)
         for request_id, event in events:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):
                 self._forget(request_id)
         self._pace.step_ended()
         self._num_delivered += 1
+
+    def _deliver_ids(self, tags: Ints, ids: Ints) -> None:
+        """Plain tokens whose text is made here. Both [n]."""
+        handles = self._by_tag
+        for tag, token_id in zip(tags.tolist(), ids.tolist(), strict=True):
+            handles[tag].deliver_id(token_id)
 
     def _close(self, end: EngineDead) -> None:
         """On the loop, after the last events: ends the requests that the engine did not end."""

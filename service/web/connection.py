@@ -80,12 +80,13 @@ class HeldFlow(FlowControl):
 class ClosingTransport(asyncio.Transport):
     """The connection's transport, whose `close` the protocol decides."""
 
-    __slots__ = ("_connection", "_transport", "largest_write")
+    __slots__ = ("_connection", "_transport", "largest_write", "write_uncounted")
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._transport = transport
         self._connection = weakref.ref(connection)
+        self.write_uncounted = transport.write  # for those who see to `largest_write`
         self.largest_write = 0  # bytes, since it was last set to 0: a transport keeps them until the last one is sent
 
     def close(self) -> None:
@@ -132,8 +133,11 @@ class DirectWriter:
             return None
         if not cycle.chunked_encoding or cycle.flow.write_paused:
             return None
+        transport: ClosingTransport = cycle.transport  # type: ignore[assignment]  # a Connection has no other
+        part = b"%x\r\n%b\r\n" % (len(data), data)
+        transport.largest_write = max(transport.largest_write, len(part))
         self.num_parts += 1
-        return functools.partial(cycle.transport.write, b"%x\r\n%b\r\n" % (len(data), data))
+        return functools.partial(transport.write_uncounted, part)
 
 
 class CountedApp:
