@@ -61,8 +61,8 @@ def _reword(error: typer.TyperException) -> None:
         return
     from pydantic import ValidationError
 
-    if isinstance(refused, ValidationError):
-        found = refused.errors()[0]
+    found = refused.errors()[0] if isinstance(refused, ValidationError) else None
+    if found is not None and error.message == found["msg"]:  # else a command has words of its own
         error.message = f"{validation_message(found)}, got {quoted(str(found['input']))}"
 
 
