@@ -24,7 +24,6 @@ from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import ConfigError, NsmError
 from nsm_core.heap import freeze_objects
 from nsm_core.model.bundled import find_checkpoint, no_model
-from nsm_core.stored_code import storing_code
 from service.addresses import is_loopback
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
 from service.local_model import limit_threads_and_memory, make_local_backend
@@ -94,9 +93,8 @@ def run_gateway(
     supervision: Supervision | None = None,
 ) -> None:
     """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
-    with storing_code():
-        app = _make_app(settings, make)
-        config = uvicorn_config(app)
+    app = _make_app(settings, make)
+    config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(serve(app, config, sock, supervision))
 

@@ -21,7 +21,6 @@ from nsm_core.engine.stream_pace import MAX_INTERVAL_S
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.heap import freeze_objects, pause_collection
 from nsm_core.stage_times import StageTimes
-from nsm_core.stored_code import storing_code
 from nsm_core.torch_import import import_torch
 from service.lifecycle.hang_watch import HangWatch
 from service.lifecycle.lifecycle import WORKER_END_S
@@ -107,12 +106,11 @@ def _end_with_supervisor(is_orphan: threading.Event) -> None:
 def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReporter, times: StageTimes) -> None:
     """Signals are for the supervisor. This process ends after the workers: their turns finish, or are handed over."""
     begin_on_device(settings)
-    with storing_code():
-        import_torch()
-        import uvicorn
+    import_torch()
+    import uvicorn
 
-        from service.backends.process.server import EngineServer, refuse
-        from service.local_model import make_local_backend
+    from service.backends.process.server import EngineServer, refuse
+    from service.local_model import make_local_backend
 
     times.ended("torch")
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from nsm_core.heap import pause_collection
-from nsm_core.stored_code import storing_code
 from service.settings import Settings, load_settings, shown_default
 
 NUMBERS: Mapping[type, str] = {int: "INTEGER", float: "FLOAT"}  # the settings read them: their refusals say more
@@ -24,8 +23,7 @@ def serve(ctx: typer.Context, **options: Any) -> None:
     """
     pause_collection()  # most of a start is imports
     settings = load_settings(**with_further_models(options))
-    with storing_code():
-        from service.server import run  # imports the engine, so it comes after bad settings were refused
+    from service.server import run  # imports the engine, so it comes after bad settings were refused
 
     run(settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import inspect
 import re
@@ -15,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 
 from nsm_core.hashing import identity
 from service.web.examples import EXAMPLES
@@ -112,6 +113,18 @@ class DescribedApi(FastAPI):
     """FastAPI whose description also has the API keys that `Authenticate` checks, and an example of each body."""
 
     needs_key = False  # otherwise a key is optional: stock clients always send one
+
+    def setup(self) -> None:
+        """The route of the description, which a thread makes: it takes most of a second, and streams go on."""
+        if not self.openapi_url:
+            return
+        making = asyncio.Lock()
+
+        async def description(request: Request) -> JSONResponse:
+            async with making:
+                return JSONResponse(await asyncio.to_thread(self.openapi))
+
+        self.add_route(self.openapi_url, description, include_in_schema=False)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -119,9 +119,10 @@ def token_text_within(tokenizer: Tokenizer, outcome: Outcome) -> str:
 
 
 async def test_a_stop_string_ends_a_turn_and_is_not_kept(backend: InferenceBackend) -> None:
-    free = await generate(backend, make_request(prompt_ids=random_ids(1, 20), max_tokens=20))
+    free = await generate(backend, make_request(prompt_ids=random_ids(1, 20), max_tokens=20, temperature=1.0))
     stop = token_text_within(backend.tokenizer, free)
-    stopped = await generate(backend, make_request(prompt_ids=random_ids(1, 20), max_tokens=20, stop=(stop,)))
+    request = make_request(prompt_ids=random_ids(1, 20), max_tokens=20, temperature=1.0, stop=(stop,))
+    stopped = await generate(backend, request)
     finished = stopped.finished
     assert (finished.reason, finished.stop_reason) == (FinishReason.STOP, stop)
     assert stopped.text == free.text[: free.text.index(stop)]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from service.schemas import answers
 from service.web.examples import ANSWERS, REQUESTS
-from service.web.openapi import ErrorBody
+from service.web.openapi import DescribedApi, ErrorBody
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, gateway
 from tests.support.tenants import make_key, write_keys
@@ -28,6 +30,23 @@ async def test_the_docs_page_loads_nothing_from_other_hosts() -> None:
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
         for link in links:
             assert (await server.client.get(link)).status_code == 200
+
+
+async def test_the_description_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_in = []
+    openapi = DescribedApi.openapi
+
+    def noted(app: DescribedApi) -> dict[str, Any]:
+        made_in.append(threading.current_thread())
+        return openapi(app)
+
+    monkeypatch.setattr(DescribedApi, "openapi", noted)
+    async with gateway(FakeBackend()) as server:
+        first, second = await asyncio.gather(*(server.client.get("/openapi.json") for _ in range(2)))
+    assert first.json() == second.json()
+    assert first.json()["components"]["securitySchemes"]
+    assert len(made_in) == 2
+    assert threading.main_thread() not in made_in
 
 
 async def test_the_schema_documents_bodies_and_errors() -> None:
