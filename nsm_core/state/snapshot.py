@@ -238,6 +238,15 @@ def _parts(version: int, header: SnapshotHeader, state: bytes) -> tuple[bytes, b
     return start, state, checksum(start, state)
 
 
+def replace_header(raw: bytes, header: SnapshotHeader) -> bytes:
+    """The snapshot `raw`, which `Snapshot.decode` accepts, under another header of the same layout and dtypes.
+
+    The state's bytes stay as they are, packed or not.
+    """
+    _, version, _, _ = _PREFIX.unpack_from(raw)
+    return b"".join(_parts(version, header, raw[_measure(raw) : -CHECKSUM_BYTES]))
+
+
 def verify(raw: bytes | memoryview) -> int:
     """Checks magic, format version, length and checksum; returns the offset of the state. Raises SnapshotCorrupt."""
     header_end = _measure(raw)

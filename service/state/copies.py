@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nsm_core.errors import SnapshotCorrupt
-from nsm_core.state.snapshot import Snapshot
+from nsm_core.state.snapshot import Snapshot, replace_header
 from service.stores.sessions.base import LogMark, LogTail, NewSession, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import log_corrupt, session_busy
 from service.stores.sessions.key import SessionKey
@@ -96,10 +96,9 @@ async def create_copy(
 
 
 def _readdress(raw: bytes, head: SessionHead, key: SessionKey) -> bytes:
-    """The same state under another session's name."""
-    snapshot = Snapshot.decode(raw)
-    found = (snapshot.header.tenant, snapshot.header.session_id, snapshot.header.version, snapshot.header.position)
+    """The same state under another session's name, packed as before."""
+    header = Snapshot.decode(raw).header
+    found = (header.tenant, header.session_id, header.version, header.position)
     if found != (head.tenant, head.session_id, head.snapshot_version, head.snapshot_position):
         raise SnapshotCorrupt(f"the state stored for session {head.session_id!r} is not its own; it is not copied")
-    header = dataclasses.replace(snapshot.header, tenant=key.tenant, session_id=key.session_id)
-    return Snapshot(header, snapshot.state).encode()
+    return replace_header(raw, dataclasses.replace(header, tenant=key.tenant, session_id=key.session_id))

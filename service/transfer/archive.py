@@ -36,7 +36,7 @@ from nsm_core.hashing import CHECKSUM_BYTES, checksum, new_checksum
 from service.state.copies import SessionCopy
 from service.stores.records.base import Kind, OwnedRecord
 from service.stores.sessions.base import SessionHead
-from service.transfer.session_file import read_file, write_file
+from service.transfer.session_file import read_file, stored_snapshot, write_file
 from service.transfer.state_copies import StateCopy, decode_state, encode_state
 
 MAGIC = b"NSMARCH\0"
@@ -185,7 +185,7 @@ class _Reader:
 
 def _copy_of(fields: dict[str, Any], raw: bytes) -> SessionCopy:
     file = read_file(raw)
-    snapshot = None if file.snapshot is None else file.snapshot.encode()
+    snapshot = stored_snapshot(raw)  # as it was stored: packed or not
     header, created_at = file.header, float(fields["created_at"])
     head = SessionHead(
         tenant=str(fields["tenant"]),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from nsm_core.errors import InvalidRequest, NotFound, NsmError, SessionBusy, SnapshotCorrupt, VersionConflict
+from nsm_core.state.snapshot import Snapshot
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.stores.records.base import ABSENT, OwnedRecord, RecordStore
 from service.stores.records.factory import records_beside
@@ -267,7 +268,7 @@ async def restore_session(store: SessionStore, copy: SessionCopy, *, is_overwrit
         return "written"
     except SnapshotCorrupt:
         old = None
-    if old is not None and _is_equal(old, copy):
+    if old is not None and await asyncio.to_thread(_is_equal, old, copy):
         return "same"
     if not is_overwriting:
         return "exists"
@@ -293,13 +294,23 @@ async def _create(store: SessionStore, copy: SessionCopy) -> None:
         forked_from=head.forked_from,
     )
     found = await read_copy(store, head.key)
-    if not _is_equal(found, copy):
+    if not await asyncio.to_thread(_is_equal, found, copy):
         raise SnapshotCorrupt(f"session {head.session_id!r} was read back as something else than was written")
 
 
 def _is_equal(one: SessionCopy, other: SessionCopy) -> bool:
-    """In all that makes up a session, less the store's own times."""
+    """In all that makes up a session, less the store's own times and whether the state is packed.
+
+    Raises SnapshotCorrupt for states that differ and cannot be read.
+    """
     names = ("version", "position", "model_fingerprint", "ttl_s", "forked_from")
     heads = [(*(getattr(copy.head, name) for name in names), dict(copy.head.metadata)) for copy in (one, other)]
-    contents = [(copy.snapshot, copy.log_ids, copy.marks) for copy in (one, other)]
-    return heads[0] == heads[1] and contents[0] == contents[1]
+    logs = [(copy.log_ids, copy.marks) for copy in (one, other)]
+    return heads[0] == heads[1] and logs[0] == logs[1] and _has_equal_state(one.snapshot, other.snapshot)
+
+
+def _has_equal_state(one: bytes | None, other: bytes | None) -> bool:
+    """A state is the same packed and unpacked."""
+    if one is None or other is None:
+        return one is other
+    return one == other or Snapshot.decode(one) == Snapshot.decode(other)

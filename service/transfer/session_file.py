@@ -108,6 +108,12 @@ def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
     return _assemble(header, copy.log_ids, snapshot, is_at_head=head.has_snapshot_at_head)
 
 
+def stored_snapshot(raw: bytes) -> bytes | None:
+    """The bytes of the snapshot in a file that `read_file` accepts, packed or not; None without one."""
+    *_, num_bytes = _PREFIX.unpack_from(raw)
+    return raw[-CHECKSUM_BYTES - num_bytes : -CHECKSUM_BYTES] or None
+
+
 def encode_file(file: SessionFile) -> bytes:
     """The inverse of `read_file`."""
     snapshot, version = file.snapshot, file.header.version

@@ -21,6 +21,7 @@ from nsm_core.state.snapshot import (
     Snapshot,
     SnapshotHeader,
     TensorLayout,
+    replace_header,
 )
 
 LAYOUT = (TensorLayout("layers.0.slots", (1, 2, 2), "float32"), TensorLayout("position", (), "int64"))
@@ -102,6 +103,14 @@ def test_decode_gives_back_what_was_encoded() -> None:
 def test_a_packed_snapshot_decodes_to_the_same() -> None:
     snapshot = Snapshot(make_header(), STATE)
     assert Snapshot.decode(snapshot.encode(is_packed=True)) == snapshot
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_replaced_header_leaves_the_states_bytes_packed_or_not(is_packed: bool) -> None:
+    snapshot = Snapshot(make_header(), STATE)
+    renamed = dataclasses.replace(snapshot.header, session_id="another")
+    found = replace_header(snapshot.encode(is_packed=is_packed), renamed)
+    assert found == Snapshot(renamed, STATE).encode(is_packed=is_packed)
 
 
 def test_equal_snapshots_have_equal_bytes_whatever_the_order_of_their_counts() -> None:

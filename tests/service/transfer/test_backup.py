@@ -55,7 +55,10 @@ def make_store(request: pytest.FixtureRequest, path: Path) -> SessionStore:
 
 
 async def fill(store: SessionStore) -> None:
-    """Sessions of two tenants: of several turns, with newer turns than their snapshot, rewound, with a TTL, empty."""
+    """Sessions of two tenants: of several turns, with newer turns than their snapshot, rewound, with a TTL, empty.
+
+    As in a server's store, states that turns left are packed, and the one of the rewind is not.
+    """
     for tenant in ("a", "b"):
         head = await create(store, "s1", tenant=tenant)
         for _ in range(3):
@@ -64,7 +67,7 @@ async def fill(store: SessionStore) -> None:
     head = await turn(store, await create(store, "s2", metadata={"é": "ö"}, ttl_s=5_000.0))
     lease = (await acquire(store, "s2")).lease
     state: dict[str, Any] = {
-        "snapshot": own_snapshot(head, version=2, position=2),
+        "snapshot": own_snapshot(head, version=2, position=2, is_packed=False),
         "model_fingerprint": "m1",
         "tokenizer_fingerprint": "t1",
         "numerics": "cpu",
@@ -74,14 +77,14 @@ async def fill(store: SessionStore) -> None:
     await create(store, "s3")
 
 
-async def turn(store: SessionStore, head: SessionHead) -> SessionHead:
-    snapshot = own_snapshot(head, version=head.version + 1, position=head.position + 3)
+async def turn(store: SessionStore, head: SessionHead, *, is_packed: bool = True) -> SessionHead:
+    snapshot = own_snapshot(head, version=head.version + 1, position=head.position + 3, is_packed=is_packed)
     return await commit(store, head, snapshot=snapshot)
 
 
-def own_snapshot(head: SessionHead, *, version: int, position: int) -> bytes:
+def own_snapshot(head: SessionHead, *, version: int, position: int, is_packed: bool) -> bytes:
     names = {"tenant": head.tenant, "session_id": head.session_id}
-    return make_snapshot(**names, version=version, position=position).encode()
+    return make_snapshot(**names, version=version, position=position).encode(is_packed=is_packed)
 
 
 async def contents(store: SessionStore) -> list[tuple[Any, ...]]:
@@ -119,6 +122,18 @@ async def test_a_copy_brings_every_session_into_any_store(source: SessionStore, 
     assert await contents(target) == await contents(source)
     assert {outcome for *_, outcome in await outcomes_of(copy_sessions(source, target, names))} == {"same"}
     await turn(target, await target.get(SessionKey("a", "s3")))  # what was copied goes on
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_overwriting", [False, True])
+async def test_a_session_is_the_same_whether_its_state_is_packed_or_not(is_packed: bool, is_overwriting: bool) -> None:
+    source, target = SqliteSessionStore(None, clock=Clock()), SqliteSessionStore(None, clock=Clock())
+    await turn(source, await create(source), is_packed=is_packed)
+    await turn(target, await create(target), is_packed=not is_packed)
+    before = await contents(target)
+    steps = copy_sessions(source, target, await all_sessions(source), is_overwriting=is_overwriting)
+    assert await outcomes_of(steps) == [("a", "s1", "same")]
+    assert await contents(target) == before
 
 
 async def test_a_session_that_went_on_is_replaced_only_on_request(tmp_path: Path) -> None:
