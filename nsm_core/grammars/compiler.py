@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from nsm_core.grammars.matcher import TokenMatcher, fill_masks, mask_width
+from nsm_core.grammars.one_of import with_disjoint_as_any
 from nsm_core.grammars.tool_calls import tools_lark
 from nsm_core.grammars.trial import GrammarTrial
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
@@ -27,6 +28,12 @@ MAX_WAITING, MAX_WAITING_IN_SCOPE = 256, 64  # grammars that wait to be compiled
 MAX_REASON_CHARS = 300
 TRIED_TOKENS = 8  # of an answer, behind the prefix
 NOT_VERBOSE = "<non-verbose/>"  # the library's mark in its errors
+# The library's word for a `oneOf` that it lacks, and ours: no client can set that option
+ONE_OF, ONE_OF_REASON = (
+    "coerce_one_of",
+    "a oneOf has parts that may match the same value: give each part another type or constant, or each object a "
+    "required property with another constant; or use anyOf",
+)
 NO_ANSWER = "NoExtensionBias"  # the library's word where a form allows no token and no end
 # Bounds of the library's work, far above what schemas of APIs need: tests/nsm_core/grammars/test_hostile.py
 LIMITS: dict[str, Any] = {
@@ -229,7 +236,7 @@ def _parts(kind: str, source: str) -> list[dict[str, Any]]:
 def _schema_part(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
-    return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+    return {"json_schema": {**with_disjoint_as_any(schema), "x-guidance": JSON_OPTIONS}}
 
 
 def _tools_parts(source: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,5 +277,6 @@ def _failure(grammar: Grammar, inner: LLMatcher) -> InvalidRequest:
 
 
 def _refusal(grammar: Grammar, reason: str, code: str = "invalid_grammar") -> InvalidRequest:
+    reason = ONE_OF_REASON if ONE_OF in reason else reason
     line = " ".join(reason.replace(NOT_VERBOSE, "").split())[:MAX_REASON_CHARS]
     return InvalidRequest(f"{grammar.param} cannot be used as a grammar: {line}", param=grammar.param, code=code)

@@ -15,14 +15,15 @@ from service.web.errors import shown
 # Keywords whose value is a schema, or has some in a list or by name
 ONE = ("items", "not", "contains")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+BY_NAME = ("properties", "$defs", "definitions")
+COMBINING = {"anyOf", "oneOf", "allOf", "$ref"}  # may name further properties of the same object
 
 
-def read_strict(value: Any, param: str) -> bool:
+def read_strict(value: Any, param: str) -> bool | None:
     """Raises InvalidRequest for anything but a boolean, or null for none."""
     if not isinstance(value, bool | None):
         raise InvalidRequest(f"{param} must be a boolean, got {shown(value)}", param=param)
-    return bool(value)
+    return value
 
 
 def closed(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -34,12 +35,50 @@ def closed(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
         given = shown(schema["additionalProperties"])
         message = f"{param}.additionalProperties must be false with strict: true, got {given}; or set strict to false"
         raise InvalidRequest(message, param=f"{param}.additionalProperties")
+    if "patternProperties" in schema:  # beside names that are closed, llguidance may allow a comma and then no name
+        where = f"{param}.patternProperties"
+        message = f"{where} is not supported with strict: true; name the properties, or set strict to false"
+        raise InvalidRequest(message, param=where)
     parts = schema.get("allOf")
     if isinstance(parts, list) and len(parts) > 1:  # closed alone, each part would forbid the others' properties
         message = f"{param}.allOf must have one part with strict: true, got {len(parts)}; or set strict to false"
         raise InvalidRequest(message, param=f"{param}.allOf")
     found = {name: _closed_parts(name, value, f"{param}.{name}") for name, value in schema.items()}
     return {**found, "additionalProperties": False} if _is_of_objects(schema) else found
+
+
+def closed_if_possible(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """`closed`, or the schema as it is where closing it would contradict it or leave an object no property."""
+    return closed(schema, param) if _can_be_closed(schema) else dict(schema)
+
+
+def _can_be_closed(schema: Mapping[str, Any]) -> bool:
+    if "patternProperties" in schema or schema.get("additionalProperties", False) is not False:
+        return False
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        return False
+    if _is_of_objects(schema) and not _names_all_properties(schema):
+        return False
+    return all(_can_be_closed(part) for name, value in schema.items() for part in _schemas_in(name, value))
+
+
+def _names_all_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether an object's properties are those of `properties`, and of no schema beside it."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or COMBINING & schema.keys():
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
+
+
+def _schemas_in(name: str, value: Any) -> list[dict[str, Any]]:
+    """The schemas that a keyword's value holds."""
+    if name in BY_NAME and isinstance(value, dict):
+        found = list(value.values())
+    elif name in LISTS and isinstance(value, list):
+        found = value
+    else:
+        found = [value] if name in ONE else []
+    return [part for part in found if isinstance(part, dict)]
 
 
 def _is_of_objects(schema: Mapping[str, Any]) -> bool:

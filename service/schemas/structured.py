@@ -75,7 +75,7 @@ def read_format(value: Any, param: str, prefix: str, *, nested: bool = True) -> 
         if not isinstance(named, dict):
             raise InvalidRequest(f"{where} must be an object with a schema, got {shown(named)}", param=where)
     _refuse_unknown(named, NAMED_FIELDS, where)
-    is_strict = read_strict(named.get("strict"), f"{where}.strict")
+    is_strict = bool(read_strict(named.get("strict"), f"{where}.strict"))
     return _read_schema(named.get("schema"), f"{where}.schema", prefix, is_strict=is_strict)
 
 

@@ -12,7 +12,7 @@ from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.tool_calls import Tool, tools_grammar
-from service.schemas.strict import closed, read_strict
+from service.schemas.strict import closed, closed_if_possible, read_strict
 from service.web.errors import shown
 
 MAX_TOOLS = 128
@@ -56,7 +56,9 @@ class ToolUse:
 
 
 def read_tools(tools: Any, choice: Any, *, has_many: bool, nested: bool) -> ToolUse:
-    """`nested`: a function lies in an object of its own, as in chat, or beside the type. Raises InvalidRequest."""
+    """`nested`: a function lies in an object of its own, as in chat. Otherwise, in responses, it lies beside the type
+    and is strict by default where it can be. Raises InvalidRequest.
+    """
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         given = f"{len(tools)} of them" if isinstance(tools, list) else shown(tools)
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS} functions, got {given}", param="tools")
@@ -106,14 +108,12 @@ def _read_tool(tool: Any, param: str, *, nested: bool) -> Tool:
     for name in {**(tool if nested else {}), **function}:
         if name not in FUNCTION_FIELDS | ({"type", "function"} if nested else set()):
             raise InvalidRequest(f"unknown field {shown(name)} in {where}", param=f"{where}.{name}")
+    is_strict = read_strict(function.get("strict"), f"{where}.strict")
+    parameters = _checked_parameters(function.get("parameters"), f"{where}.parameters")
     return Tool(
         name=_checked_name(function.get("name"), f"{where}.name"),
         description=_checked_description(function.get("description"), f"{where}.description"),
-        parameters=_checked_parameters(
-            function.get("parameters"),
-            f"{where}.parameters",
-            is_strict=read_strict(function.get("strict"), f"{where}.strict"),
-        ),
+        parameters=_closed(parameters, f"{where}.parameters", is_strict=is_strict, by_default=not nested),
     )
 
 
@@ -133,15 +133,20 @@ def _checked_description(text: Any, param: str) -> str:
     return text or ""
 
 
-def _checked_parameters(schema: Any, param: str, *, is_strict: bool) -> dict[str, Any]:
+def _checked_parameters(schema: Any, param: str) -> dict[str, Any]:
     """A call's arguments are an object, whether or not the schema says so; without a schema, an empty one."""
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequest(f"{param} must be a JSON schema of an object, got {shown(schema)}", param=param)
-    typed = {"type": "object", **schema}
+    return {"type": "object", **schema}
+
+
+def _closed(schema: dict[str, Any], param: str, *, is_strict: bool | None, by_default: bool) -> dict[str, Any]:
     try:
-        return closed(typed, param) if is_strict else typed
+        if is_strict is None and by_default:
+            return closed_if_possible(schema, param)
+        return closed(schema, param) if is_strict else schema
     except RecursionError as error:
         raise InvalidRequest(f"{param} is nested too deeply", param=param) from error
 
