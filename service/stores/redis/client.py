@@ -171,7 +171,7 @@ class RedisClient:
             except ERRORS as error:
                 elapsed_s = time.monotonic() - start
                 if not is_passing(error) or elapsed_s + pause_s > patience_s:
-                    translated = translate(error)
+                    translated = translate(error, is_tls=self.address.is_tls)
                     translated.add_note(str(self.address))
                     raise translated from error
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

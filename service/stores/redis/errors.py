@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Iterator
 
 from redis import exceptions
 from redis.asyncio.sentinel import MasterNotFoundError
@@ -41,6 +42,7 @@ _REASONS: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     ((socket.gaierror,), "cannot be reached: no address is known for its host name"),
     ((ssl.SSLError,), "cannot be reached: TLS failed"),
     ((exceptions.TimeoutError, TimeoutError), "cannot be reached: no answer in time"),
+    ((exceptions.ClusterDownError,), "cannot be reached: the cluster is down"),
     ((MasterNotFoundError,), "cannot be reached: no Sentinel names a master"),
     ((ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError), "cannot be reached: the connection broke"),
 )
@@ -52,6 +54,32 @@ _REASONS_BY_CODE = {
     "NOREPLICAS": "takes no writes: too few replicas are connected",
     "READONLY": "takes no writes: the server is a read-only replica",
 }
+# Another kind of server than NSM_STORE says: the kinds of the error, a part of its text, words
+_OTHER_SERVERS: tuple[tuple[type[BaseException], str, str], ...] = (
+    (exceptions.InvalidResponse, "", "is no Redis: another kind of server answers at the address of NSM_STORE"),
+    (ssl.SSLError, "WRONG_VERSION_NUMBER", "does not speak TLS: NSM_STORE needs redis in place of rediss"),
+    (
+        exceptions.ResponseError,
+        "unknown command 'SENTINEL'",
+        "is no Sentinel: NSM_STORE needs redis:// for one server, redis+cluster:// for a cluster",
+    ),
+    (
+        exceptions.ResponseError,
+        "unknown command 'CLUSTER'",
+        "is no cluster: NSM_STORE needs redis:// for one server, redis+sentinel:// for Sentinels",
+    ),
+    (
+        exceptions.ResponseError,
+        "cluster support disabled",
+        "is no cluster: NSM_STORE needs redis:// in place of redis+cluster://",
+    ),
+    (
+        exceptions.ResponseError,
+        "unknown command",
+        "lacks a command that sessions need: Redis must be 7.0 or later, and a Sentinel needs redis+sentinel://",
+    ),
+)
+_NO_TLS_HINT = "; if the server has no TLS, NSM_STORE needs redis in place of rediss"
 ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, asyncio.IncompleteReadError)
 
 
@@ -66,8 +94,11 @@ def is_passing(error: BaseException) -> bool:
     return not is_refusal(error) and (isinstance(error, _PASSING) or _code(error) in _PASSING_CODES)
 
 
-def translate(error: BaseException) -> NsmError:
-    """Clients read these: no address in them, and nothing that Redis said, which may quote arguments."""
+def translate(error: BaseException, *, is_tls: bool = False) -> NsmError:
+    """Clients read these: no address in them, and nothing that Redis said, which may quote arguments.
+
+    `is_tls`: whether NSM_STORE asks for TLS.
+    """
     if isinstance(error, exceptions.OutOfMemoryError) or _code(error) == "OOM":
         return StorageFull("the session store is full: Redis reached its maxmemory")
     if _code(error) == _NO_SUCH_DATABASE:
@@ -80,6 +111,11 @@ def translate(error: BaseException) -> NsmError:
     if _code(error) == "MISCONF":
         message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
+    other = _other_server(error)
+    if other is not None:
+        return StoreUnavailable(f"the session store {other}", retry_after_s=RETRY_AFTER_REFUSED_S)
+    if is_tls and _may_lack_tls(error):
+        return StoreUnavailable(f"the session store {_reason(error)}{_NO_TLS_HINT}", retry_after_s=RETRY_AFTER_S)
     if is_passing(error):
         return StoreUnavailable(f"the session store {_reason(error)}", retry_after_s=RETRY_AFTER_S)
     kind = _code(error) or type(error).__name__
@@ -95,14 +131,38 @@ def _refusal(error: BaseException) -> str:
     return "refuses the user or the password"
 
 
+def _other_server(error: BaseException) -> str | None:
+    """What is there in place of what NSM_STORE names, by the innermost cause that tells."""
+    found: str | None = None
+    for cause in _causes(error):
+        words = (words for kind, part, words in _OTHER_SERVERS if isinstance(cause, kind) and part in str(cause))
+        found = next(words, found)
+    return found
+
+
+def _may_lack_tls(error: BaseException) -> bool:
+    """A server without TLS waits for the end of a line, and never answers."""
+    return any(
+        isinstance(cause, MasterNotFoundError)
+        or (isinstance(cause, exceptions.TimeoutError) and "connecting" in str(cause))
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what led to it, the innermost last."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def _reason(error: BaseException) -> str:
     """What passes by itself, by the innermost cause that has words here."""
     found: str | None = None
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         found = next((words for kinds, words in _REASONS if isinstance(cause, kinds)), found)
         found = _REASONS_BY_CODE.get(_code(cause), found)
-        cause = cause.__cause__ or cause.__context__
     return found or f"cannot be reached ({type(error).__name__})"
 
 

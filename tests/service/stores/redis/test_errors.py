@@ -31,6 +31,7 @@ def caused_by(error: BaseException, cause: BaseException) -> BaseException:
         (exceptions.ReadOnlyError("You can't write against a read only replica."), 1, "a read-only replica"),
         (exceptions.ResponseError("READONLY You can't write"), 1, "a read-only replica"),
         (exceptions.ResponseError("LOADING Redis is loading"), 1, "still loads its data"),
+        (exceptions.ClusterDownError("Hash slot not served"), 1, "the cluster is down"),
         (MasterNotFoundError("No master found for 'h'"), 1, "no Sentinel names a master"),
         (exceptions.AuthenticationError("Authentication required."), 60, "asks for a password, and NSM_STORE has none"),
         (exceptions.AuthenticationError("invalid username-password pair"), 60, "refuses the user or the password"),
@@ -43,6 +44,47 @@ def test_D2_an_unavailable_redis_is_told_with_its_cause(error: BaseException, re
     assert isinstance(translated, StoreUnavailable)
     assert words in str(translated)
     assert translated.retry_after_s == retry_s
+
+
+NO_CLUSTER = exceptions.ResponseError("This instance has cluster support disabled")
+NO_CLUSTER_HERE = exceptions.RedisClusterException("Cluster mode is not enabled on this node")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (exceptions.ResponseError("unknown command 'SENTINEL', with args: 'h'"), "is no Sentinel: NSM_STORE needs"),
+        (exceptions.ResponseError("unknown command 'SET', with args: 'h'"), "a Sentinel needs redis+sentinel://"),
+        (
+            caused_by(exceptions.RedisClusterException("no node at h"), caused_by(NO_CLUSTER_HERE, NO_CLUSTER)),
+            "is no cluster: NSM_STORE needs redis:// in place of redis+cluster://",
+        ),
+        (exceptions.InvalidResponse('Protocol error, got "h" as reply type byte'), "is no Redis: another kind"),
+        (
+            caused_by(exceptions.ConnectionError("Error 1"), ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] h")),
+            "does not speak TLS: NSM_STORE needs redis in place of rediss",
+        ),
+    ],
+)
+def test_D2_another_kind_of_server_is_told_with_the_url_that_it_needs(error: BaseException, words: str) -> None:
+    translated = translate(error)
+    assert isinstance(translated, StoreUnavailable)
+    assert words in str(translated)
+    assert translated.retry_after_s == 60
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        caused_by(exceptions.RedisClusterException("no node at h"), exceptions.TimeoutError("Timeout connecting to h")),
+        MasterNotFoundError("No master found for 'h'"),
+    ],
+)
+def test_D2_a_server_that_is_silent_to_tls_may_have_none(error: BaseException) -> None:
+    hint = "NSM_STORE needs redis in place of rediss"
+    assert hint in str(translate(error, is_tls=True))
+    assert hint not in str(translate(error))
+    assert hint not in str(translate(exceptions.TimeoutError("Timeout reading from h"), is_tls=True))
 
 
 def test_D2_the_cause_of_a_clusters_error_is_found_within_it() -> None:
