@@ -52,9 +52,16 @@ class Ballast:
         with contextlib.suppress(OSError):
             os.truncate(self._path, 0)
 
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Inside its room is free. A ballast that was there is made again: the next start may find a full disk."""
+        was_there = self._path.exists()
+        self.release()
+        try:
+            yield
+        finally:
+            if was_there:
+                self.make()
 
     def guard(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Work[Result]:
         """`work`, which continues or deletes what exists: on a full disk it runs again in the room of the ballast.

@@ -21,7 +21,7 @@ _PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
 GATE_PATIENCE_S = 0.01  # for which a closed gate is believed
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
-FULL = "the session store is full: delete sessions, or free its disk (the server's log has the path)"
+FULL = "the session store is full: delete sessions, or free its disk"
 DAMAGED = "the session store is damaged or not a database"
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
@@ -229,20 +229,25 @@ def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
 
 def is_full(error: sqlite3.Error) -> bool:
     """Whether there was no room on the disk, for the database or for the index of its write-ahead log."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+    return _code(error) & 0xFF == sqlite3.SQLITE_FULL or _code(error) == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's extended result code."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
 
 
 def _translate(error: sqlite3.Error, path: Path) -> NsmError:
     """Clients read these: the path, and what SQLite said, are notes for the operator."""
     translated = _by_code(error)
-    translated.add_note(f"{path}: {error}")
+    is_index = _code(error) == sqlite3.SQLITE_IOERR_SHMSIZE  # SQLite says only "disk I/O error"
+    translated.add_note(f"{path}: {'no room on its disk' if is_index else error}")
     return translated
 
 
 def _by_code(error: sqlite3.Error) -> NsmError:
     """By SQLite's primary result code, the low byte of the extended one."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    code = _code(error) & 0xFF
     if is_full(error):
         return StorageFull(FULL)
     if is_busy(error):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from service.stores.sqlite.file_watch import FileWatch
 from service.stores.sqlite.group_commit import GroupCommit
 from service.stores.sqlite.process_lock import Processes, ProcessLock, SoleProcess
 from service.stores.sqlite.schema import create_file, migrate, page_bytes
+
+logger = logging.getLogger("nsm.store")
 
 Part = TypeVar("Part")
 
@@ -189,6 +192,7 @@ class FileDatabase:
         try:
             await parts.writer.run(prepare)
         except StorageFull:
+            logger.warning("%s: its disk is full; the store opens in the room of its ballast", self._path)
             self._ballast.release()
             await parts.writer.run(prepare)
         await parts.reader.run(lambda connection: None)  # connects, while the path has the file that was prepared
@@ -198,10 +202,10 @@ class FileDatabase:
     async def close(self) -> None:
         parts, self._parts = self._parts, None
         if parts is not None:
-            if parts.process_lock.is_alone():
-                self._ballast.remove()  # before the last connection puts the write-ahead log into the database
-            await parts.writer.close()
-            await parts.reader.close()
+            # The last connection to close puts the write-ahead log into the database, which may grow
+            with self._ballast.released() if parts.process_lock.is_alone() else contextlib.nullcontext():
+                await parts.writer.close()
+                await parts.reader.close()
             parts.watch.end()
             parts.process_lock.end()
 

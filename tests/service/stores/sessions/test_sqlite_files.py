@@ -246,7 +246,7 @@ async def test_files_of_killed_processes_are_cleared_away(path: Path) -> None:
             assert not left.exists()
             assert len(list(path.parent.glob("sessions.db-open-*"))) == 2
         await acquire(store, tenant="default")
-    assert {file.name for file in path.parent.iterdir()} == {"sessions.db", "sessions.db-stamp"}
+    assert {file.name for file in path.parent.iterdir()} == {"sessions.db", "sessions.db-ballast", "sessions.db-stamp"}
 
 
 def test_who_begins_on_a_new_file_at_the_same_moment_gets_in(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ async def test_X20_the_room_of_the_disk_is_measured_before_it_is_full(disk: Path
         full = await store.room()
         assert full is not None
         assert full.num_free == 0 < room.num_free
+    with pytest.raises(StorageFull):
+        await SqliteSessionStore(path.with_name("new.db")).open()
+    (disk / "other").unlink()
     async with opened(SqliteSessionStore(path.with_name("bounded.db"), max_bytes=1 << 20)) as store:
         bounded = await store.room()
         assert bounded is not None
@@ -137,7 +140,7 @@ async def test_sessions_whose_time_is_up_make_room_on_a_full_disk(path: Path) ->
         assert await store.remove_expired() == 1
 
 
-async def test_an_open_store_has_a_ballast_and_the_last_to_close_it_removes_it(tmp_path: Path) -> None:
+async def test_a_store_has_a_ballast_while_it_is_open_and_for_its_next_start(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     ballast = tmp_path / "sessions.db-ballast"
     async with opened(SqliteSessionStore(path)):
@@ -145,7 +148,43 @@ async def test_an_open_store_has_a_ballast_and_the_last_to_close_it_removes_it(t
         async with opened(SqliteSessionStore(path)):
             pass
         assert ballast.stat().st_size == BALLAST_BYTES
-    assert not ballast.exists()
+    assert ballast.stat().st_blocks * 512 >= BALLAST_BYTES
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [24], ids=["24MB"], indirect=True)
+async def test_X20_a_store_that_was_closed_opens_on_a_disk_that_others_filled(disk: Path, path: Path) -> None:
+    ballast = path.with_name("sessions.db-ballast")
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await stored_sessions.create(store, "s", tenant=TENANT, metadata={})
+        other = await stored_sessions.create(store, "other", tenant=TENANT, metadata={})
+        head = await commit(store, head, num_floats=STATE_FLOATS)
+    fill_with_other_data(disk)
+    await SqliteSessionStore(path).check()
+    async with opened(SqliteSessionStore(path)) as store, opened(SqliteSessionStore(path)) as second:
+        assert (await second.load(head.key)).head == head
+        head = await commit_turns(store, head, 2)
+        await delete(second, other)
+        with pytest.raises(StorageFull):
+            await stored_sessions.create(second, "new", tenant=TENANT, metadata={})
+    async with opened(SqliteSessionStore(path)) as store:
+        (disk / "other").unlink()
+        assert (await commit_turns(store, head, 1)).version == head.version + 1
+        assert ballast.stat().st_size == BALLAST_BYTES
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [24], ids=["24MB"], indirect=True)
+async def test_X20_a_full_disk_without_a_ballast_refuses_the_start_in_plain_words(disk: Path, path: Path) -> None:
+    async with opened(SqliteSessionStore(path)):
+        pass
+    path.with_name("sessions.db-ballast").unlink()
+    fill_with_other_data(disk)
+    with pytest.raises(StorageFull) as refused:
+        await SqliteSessionStore(path).open()
+    assert refused.value.with_notes() == (
+        f"the session store is full: delete sessions, or free its disk ({path}: no room on its disk)"
+    )
 
 
 async def test_the_write_ahead_log_stays_small(tmp_path: Path) -> None:
@@ -161,8 +200,8 @@ async def test_the_write_ahead_log_stays_small(tmp_path: Path) -> None:
 def test_a_ballast_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     ballast = Ballast(tmp_path / "nowhere" / "sessions.db")
     assert not ballast.make()
-    ballast.release()
-    ballast.remove()
+    with ballast.released():
+        assert not ballast.make()
 
 
 @pytest.mark.tmpfs
