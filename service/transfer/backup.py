@@ -148,8 +148,10 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(file.name, path)
-        except BaseException:
+        except BaseException as error:
             os.unlink(file.name)
+            if isinstance(error, OSError) and error.filename is None:  # of a write, such as one that finds no room
+                error.filename = str(path)
             raise
     _sync_directory(path.parent)
 

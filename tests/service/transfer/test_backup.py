@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -225,6 +226,17 @@ async def test_an_interrupted_backup_leaves_the_older_file(tmp_path: Path) -> No
     await steps.aclose()
     assert path.read_text() == "older"
     assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_a_backup_that_finds_no_room_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write does: without a name
+
+    monkeypatch.setattr("service.transfer.backup.os.fsync", fsync)
+    with pytest.raises(OSError, match="No space left") as refused:
+        await write_backup_of_nothing(tmp_path / "b")
+    assert refused.value.filename == str(tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_backup_is_readable_by_its_owner_only(tmp_path: Path) -> None:
