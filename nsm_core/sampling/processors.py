@@ -40,7 +40,8 @@ def adjust(logits: Row, params: SamplingParams, counts: Mapping[int, int]) -> No
 
 def _penalised(logits: Row, nums: npt.NDArray[np.int64], params: SamplingParams) -> Row:
     wide = logits.astype(np.float64)  # a tiny repetition penalty leaves the range of fp32
-    repeated = np.where(wide > 0, wide / params.repetition_penalty, wide * params.repetition_penalty)
+    with np.errstate(over="ignore"):  # infinity becomes the largest number of fp32
+        repeated = np.where(wide > 0, wide / params.repetition_penalty, wide * params.repetition_penalty)
     repeated -= params.presence_penalty + params.frequency_penalty * nums
     return np.where(nums > 0, _to_fp32(repeated), logits)
 

@@ -143,9 +143,12 @@ def test_a_count_of_zero_is_no_count() -> None:
     assert logits.tolist() == [1.0, 2.0]
 
 
-def test_extreme_penalties_stay_finite() -> None:
+@pytest.mark.parametrize("repetition_penalty", [1e-300, 5e-324])
+def test_extreme_penalties_stay_finite(repetition_penalty: float) -> None:
     logits = row(30.0, -30.0, 0.0)
-    adjust(logits, SamplingParams(repetition_penalty=1e-300, frequency_penalty=-2.0), {0: 10**15, 1: 1, 2: 1})
+    adjust(
+        logits, SamplingParams(repetition_penalty=repetition_penalty, frequency_penalty=-2.0), {0: 10**15, 1: 1, 2: 1}
+    )
     assert np.isfinite(logits).all()
     assert logits.argmax() == 0
 
