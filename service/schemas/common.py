@@ -333,6 +333,17 @@ def _check_token_id(token_id: int, vocab_size: int, param: str) -> int:
     return token_id
 
 
+def with_large_ids(value: Any) -> Any:
+    """`value` for the check of token ids, with integers where JSON's reader made floats of more than 64 bits."""
+    if not isinstance(value, list):
+        return value
+    return [list(map(_large_id, item)) if isinstance(item, list) else _large_id(item) for item in value]
+
+
+def _large_id(item: Any) -> Any:
+    return int(item) if isinstance(item, float) and abs(item) >= 2**63 else item
+
+
 def check_n(n: int, num_prompts: int, max_choices: int, *, param: str = "n") -> None:
     """How many choices one body may ask for in all: more could never be admitted at once. Raises InvalidRequest."""
     if n < 1:

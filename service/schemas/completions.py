@@ -17,6 +17,7 @@ from service.schemas.common import (
     RoutingFields,
     SamplingFields,
     check_n,
+    with_large_ids,
 )
 from service.schemas.start_state import StateFields
 from service.schemas.structured import StructuredFields
@@ -59,10 +60,10 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
     @field_validator("prompt", mode="after")
     @classmethod
     def _prompt_kind(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str) or _is_list_of(prompt, str) or _is_ids(prompt):
+        if _is_prompt(prompt):
             return prompt
-        if isinstance(prompt, list) and prompt and all(_is_ids(item) for item in prompt):
-            return prompt
+        if _is_prompt(exact := with_large_ids(prompt)):
+            return exact
         kinds = "a string, a list of strings, a list of token ids, or a list of such lists"
         given = "an empty list" if prompt == [] else shown(prompt)
         raise InvalidRequest(f"prompt must be {kinds}, got {given}", param="prompt")
@@ -107,6 +108,12 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
             state=self.state,
             return_state=self.return_state,
         )
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _is_list_of(value, str) or _is_ids(value):
+        return True
+    return isinstance(value, list) and bool(value) and all(map(_is_ids, value))
 
 
 def _is_ids(value: Any) -> bool:

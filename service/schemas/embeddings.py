@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from nsm_core.errors import InvalidRequest
-from service.schemas.common import MAX_TOKEN_IDS, RequestBody
+from service.schemas.common import MAX_TOKEN_IDS, RequestBody, with_large_ids
 from service.schemas.tuned_model import base_model
 from service.web.errors import shown
 
@@ -30,13 +30,24 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def _is_input(value: Any) -> bool:
+    """One text, or a list of token ids, texts or lists of them, whatever their number."""
+    return isinstance(value, str) or _is_ids(value) or (isinstance(value, list) and all(map(_is_one, value)))
+
+
+def _is_one(value: Any) -> bool:
+    return (isinstance(value, str) and bool(value)) or _is_ids(value)
+
+
 def _check_input(value: Any) -> Any:
     """Raises InvalidRequest for what is neither one input nor a list of them, and for empty ones."""
+    if not _is_input(value) and _is_input(exact := with_large_ids(value)):
+        value = exact
     inputs = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not 0 < len(inputs) <= MAX_INPUTS:
         raise InvalidRequest(f"input must be 1 to {MAX_INPUTS} texts, got {len(inputs)}", param="input")
     for one in inputs:
-        if not (isinstance(one, str) and one) and not _is_ids(one):
+        if not _is_one(one):
             message = f"input must be a text, token ids, or a list of these, none of them empty, got {shown(one)}"
             raise InvalidRequest(message, param="input")
         if len(one) > MAX_TOKEN_IDS and not isinstance(one, str):

@@ -24,6 +24,7 @@ from service.schemas.common import (
     RequestSpec,
     RoutingFields,
     SamplingFields,
+    with_large_ids,
 )
 from service.schemas.completions import DEFAULT_MAX_TOKENS
 from service.schemas.ignored_fields import (
@@ -89,10 +90,15 @@ def _check_input(value: Any) -> Any:
     """A text or token ids. Raises InvalidRequest."""
     if isinstance(value, list) and len(value) > MAX_TOKEN_IDS:
         raise InvalidRequest(f"input must have at most {MAX_TOKEN_IDS} token ids, got {len(value)}", param="input")
-    is_ids = isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
-    if not (isinstance(value, str) or is_ids):
-        raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
-    return value
+    if isinstance(value, str) or _is_ids(value):
+        return value
+    if _is_ids(exact := with_large_ids(value)):
+        return exact
+    raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
 
 
 Input = Annotated[Any, AfterValidator(_check_input), WithJsonSchema(INPUT_SCHEMA)]
