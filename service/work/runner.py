@@ -42,6 +42,7 @@ class WorkRunner(abc.ABC, Generic[WorkT]):
         self._max_runs = max_runs
         self._is_limit_shared = is_limit_shared
         self._logger = logger
+        self._trouble: type[Exception | None] = type(None)  # of the last search
         self._runs: dict[str, tuple[WorkRun[WorkT], asyncio.Task[None]]] = {}
 
     @abc.abstractmethod
@@ -65,15 +66,27 @@ class WorkRunner(abc.ABC, Generic[WorkT]):
             self._news.clear()
             try:
                 await self._find()
-            except NsmError as error:
-                self._logger.warning("looking again for any open %s: %s", self._library.noun, error)
-            except Exception:
-                self._logger.exception("looking again for any open %s", self._library.noun)
+            except Exception as error:
+                self._report(error)
+            else:
+                self._report(None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):  # before Python 3.12 `wait_for` may swallow the cancel of its task
                     await self._news.wait()
             for run, _ in list(self._runs.values()):
                 run.wake()
+
+    def _report(self, error: Exception | None) -> None:
+        """Of the last search for works. Only a change is logged: a store that is down may stay so for long."""
+        noun, before, self._trouble = self._library.noun, self._trouble, type(error)
+        if self._trouble is before:
+            return
+        if error is None:
+            self._logger.info("the search for any open %s succeeds again", noun)
+        elif isinstance(error, NsmError):
+            self._logger.warning("the search for any open %s fails, and is repeated: %s", noun, error)
+        else:
+            self._logger.error("the search for any open %s fails, and is repeated", noun, exc_info=error)
 
     async def _find(self) -> None:
         num_left = self._max_runs if self._is_limit_shared else self._max_runs - len(self._runs)
