@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from nsm_core.grammars.matcher import TokenMatcher, fill_masks, mask_width
+from nsm_core.grammars.name_patterns import trials_of_patterns
 from nsm_core.grammars.one_of import with_disjoint_as_any
 from nsm_core.grammars.tool_calls import tools_lark
 from nsm_core.grammars.trial import GrammarTrial
@@ -33,6 +34,10 @@ ONE_OF, ONE_OF_REASON = (
     "coerce_one_of",
     "a oneOf has parts that may match the same value: give each part another type or constant, or each object a "
     "required property with another constant; or use anyOf",
+)
+PATTERNS_REASON = (
+    "patternProperties beside additionalProperties: false match no names but those of properties and required: leave "
+    "them out"
 )
 NO_ANSWER = "NoExtensionBias"  # the library's word where a form allows no token and no end
 # Bounds of the library's work, far above what schemas of APIs need: tests/nsm_core/grammars/test_hostile.py
@@ -95,7 +100,20 @@ class GrammarCompiler:
         """
         for schema in _schemas_of_tools(grammar):
             self._follow(schema, self._compile(schema))
+            self._check_patterns(schema)
         self._follow(grammar, self.matcher(grammar))
+        self._check_patterns(grammar)
+
+    def _check_patterns(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest for a schema whose `patternProperties` the library could not end."""
+        if grammar.kind != "json_schema":
+            return
+        for schema, text in trials_of_patterns(json.loads(grammar.source)):
+            inner = self._compile(json_schema_grammar(schema, param=grammar.param)).inner
+            if inner.consume_tokens(self._tokenizer.encode(text)):
+                inner.compute_bitmask()
+                if NO_ANSWER in inner.get_error():
+                    raise _refusal(grammar, PATTERNS_REASON)
 
     def _follow(self, grammar: Grammar, matcher: TokenMatcher) -> None:
         """Raises InvalidRequest if the library cannot go on."""

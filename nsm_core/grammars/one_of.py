@@ -10,13 +10,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nsm_core.grammars.subschemas import BY_NAME, OF_SCHEMAS
+
 MAX_PARTS = 256  # of one oneOf: each pair is compared
 MAX_PAIRS = 1024  # of values of two parts
 MAX_REFERENCES = 8  # one after the other
 TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"))
-# Keywords whose value is a schema or a list of some, and those that have schemas by name
-_OF_SCHEMAS = ("items", "prefixItems", "contains", "additionalProperties", "anyOf", "oneOf", "allOf")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def with_disjoint_as_any(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,11 +29,11 @@ def _rewritten(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, 
 
 
 def _part(name: str, value: Any, root: Mapping[str, Any]) -> Any:
-    if name in _BY_NAME and isinstance(value, dict):
+    if name in BY_NAME and isinstance(value, dict):
         return {key: _rewritten(part, root) if isinstance(part, dict) else part for key, part in value.items()}
-    if name in _OF_SCHEMAS and isinstance(value, dict):
+    if name in OF_SCHEMAS and isinstance(value, dict):
         return _rewritten(value, root)
-    if name in _OF_SCHEMAS and isinstance(value, list):
+    if name in OF_SCHEMAS and isinstance(value, list):
         return [_rewritten(part, root) if isinstance(part, dict) else part for part in value]
     return value
 
