@@ -305,7 +305,7 @@ async def test_the_client_may_answer_the_last_chunk_at_once(held: Gateway) -> No
         ({"input": "x", "expected_version": True}, "expected_version", "integer"),
         ({"input": "x", "expected_version": -(10**30)}, "expected_version", f"at least 0, got -{10**30}"),
         ({"input": "x", "expected_version": 2**63}, "expected_version", f"at most {2**63 - 1}, got {2**63}"),
-        ({"input": [2**64]}, "input", "got [1.8446744073709552e+19]"),
+        ({"input": [2**64]}, "input", "got 18446744073709551616"),
     ],
 )
 async def test_a_bad_turn_names_the_field_and_leaves_the_session_free(
