@@ -34,8 +34,8 @@ Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default
 BAD = ("diverged", "damaged", "failed")
 INCOMPARABLE = ("several_numerics", "other_numerics")
 OTHERS = ("other_model", "other_tokenizer")
-STATELESS = ("empty", "no_state", "gone")
-NOTHING_COMPARED = 3  # the status of `verify` where no state is comparable: a nightly job must not pass
+MISSED = (*OTHERS, *INCOMPARABLE, "no_state", "busy")  # sessions with a log, none of which has a state that is compared
+NOTHING_COMPARED = 3  # the status of `verify` where no state could be compared: a nightly job must not pass
 VERIFIED: dict[str, str] = {
     "same": "same",
     "diverged": "diverged",
@@ -84,8 +84,8 @@ def verify(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Derive states from their token logs again and compare; status 1 if one is wrong, 3 if none of the states is
-    comparable. Writes nothing.
+    """Derive states from their token logs again and compare; status 1 if one is wrong, else 3 if there are sessions with
+    tokens and no state could be compared. Writes nothing.
     """
     settings = source_settings(data_dir, store, model=model, device=device)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
@@ -136,8 +136,8 @@ class Report:
 
     @property
     def has_missed_all(self) -> bool:
-        """Whether no state was compared since all are of other models or other numerics classes."""
-        return not self._compared and any(self.counts[verdict] for verdict in (*OTHERS, *INCOMPARABLE))
+        """Whether there are sessions with tokens and no state could be compared."""
+        return not self._compared and any(self.counts[verdict] for verdict in MISSED)
 
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
@@ -162,14 +162,14 @@ class Report:
 
     def _why_nothing(self) -> str:
         """Where no state was compared."""
-        if self.has_missed_all:
-            return f"; nothing was compared: {self._way_to_compare()}"
-        if self.counts["no_state"] and all(verdict in STATELESS for verdict in +self.counts):
-            return "; nothing was compared: the store has no state of these sessions yet, their turns read the logs"
-        return ""
+        return f"; nothing was compared: {self._way_to_compare()}" if self.has_missed_all else ""
 
     def _way_to_compare(self) -> str:
         """Where no state was compared: what compares all of them, if that is one thing."""
+        if not any(self.counts[verdict] for verdict in (*INCOMPARABLE, *OTHERS)):
+            if self.counts["busy"]:
+                return "sessions were busy, verify again later"
+            return "the store has no state of these sessions yet (NSM_SNAPSHOT_TOKENS=0 stores one each turn)"
         if not any(self.counts[verdict] for verdict in INCOMPARABLE):
             return "--model names the model that made them"
         made = {verified.numerics for verified in self._odd if verified.verdict == "other_numerics"}

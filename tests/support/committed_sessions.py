@@ -60,7 +60,7 @@ async def commit_turns(
             lease,
             Commit(
                 expected_version=turn,
-                snapshot=snapshot.encode(),
+                snapshot=snapshot.encode(is_packed=True),  # as a server stores it
                 position=len(log_ids) - 1,
                 model_fingerprint=backend.model.fingerprint,
                 new_ids=new_ids,

@@ -147,8 +147,9 @@ def test_no_line_says_that_there_are_no_states_where_only_some_sessions_have_non
     forget_state(data_dir, stateless)
     without = "1 without a state to compare"
     alone = nsm("sessions", "verify", stateless)
-    assert alone.exit_code == 0
+    assert alone.exit_code == 3
     assert alone.stdout.startswith(f"verify: {without}; nothing was compared: the store has no state of these")
+    assert nsm("sessions", "verify", stateless, one).exit_code == 0
     for session_id in (one, other):
         change_state(data_dir, session_id)
         rewrite_header(data_dir, session_id, numerics="cuda/bf16/kernels-2")
@@ -160,6 +161,12 @@ def test_no_line_says_that_there_are_no_states_where_only_some_sessions_have_non
     assert nsm("sessions", "verify").stdout.endswith("; nothing was compared: see the line of each session\n")
     rewrite_header(data_dir, other, position=-1)
     assert nsm("sessions", "verify").exit_code == 1
+
+
+def test_a_store_without_tokens_has_nothing_to_verify(nsm: Nsm) -> None:
+    nsm("sessions", "delete", talk(nsm))
+    done = nsm("sessions", "verify")
+    assert (done.exit_code, done.stdout) == (0, "verify: no sessions\n")
 
 
 def test_sessions_of_several_numerics_classes_are_counted_apart_and_do_not_fail(nsm: Nsm, data_dir: Path) -> None:
