@@ -84,8 +84,8 @@ def verify(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Derive states from their token logs again and compare; status 1 if one is wrong, else 3 if there are sessions with
-    tokens and no state could be compared. Writes nothing.
+    """Derive states from their token logs again and compare; status 1 if one is wrong, else 3 if sessions have tokens
+    and no state could be compared. Writes nothing.
     """
     settings = source_settings(data_dir, store, model=model, device=device)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))

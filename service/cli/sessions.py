@@ -106,11 +106,14 @@ def session_fields(head: SessionHead) -> dict[str, Any]:
 
 async def _newest(settings: Settings, tenant: str, limit: int) -> list[SessionHead]:
     """Up to `limit` heads of however many pages."""
+    from service.transfer.damage import unreadable_list
+
     heads: list[SessionHead] = []
     cursor: str | None = None
     async with opened_store(settings) as store:
         while len(heads) < limit:
-            page = await store.list(tenant=tenant, limit=min(PAGE, limit - len(heads)), cursor=cursor)
+            with unreadable_list():
+                page = await store.list(tenant=tenant, limit=min(PAGE, limit - len(heads)), cursor=cursor)
             heads += page.heads
             cursor = page.next_cursor
             if cursor is None:

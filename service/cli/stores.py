@@ -65,9 +65,11 @@ def target_settings(
 @contextlib.asynccontextmanager
 async def opened_store(settings: Settings) -> AsyncIterator[SessionStore]:
     from service.stores.sessions.factory import make_store
+    from service.transfer.damage import unreadable_store
 
     store = make_store(settings)
-    await store.open()
+    with unreadable_store():
+        await store.open()
     try:
         yield store
     finally:

@@ -21,7 +21,7 @@ from service.stores.sessions.key import SessionKey
 from service.stores.states.base import NamedState, StateStore
 from service.stores.states.factory import states_beside
 from service.transfer.archive import ArchiveWriter, Content, read_archive
-from service.transfer.damage import damage_of
+from service.transfer.damage import OLDER_BACKUP, damage_of, unreadable_list
 from service.transfer.state_copies import StateCopy, all_states, read_state, restore_state
 
 PAGE = 100
@@ -48,10 +48,14 @@ class TransferResult:
 
 
 async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionKey]:
-    """Oldest first within a tenant, so that whoever makes them again in this order lists them in the same one."""
+    """Oldest first within a tenant, so that whoever makes them again in this order lists them in the same one.
+
+    Raises StoreDamaged, with what is left to do, where the list cannot be read.
+    """
     names: list[SessionKey] = []
-    for owner in await store.list_tenants() if tenant is None else (tenant,):
-        names += reversed([name async for name in _newest_first(store, owner)])
+    with unreadable_list():
+        for owner in await store.list_tenants() if tenant is None else (tenant,):
+            names += reversed([name async for name in _newest_first(store, owner)])
     return names
 
 
@@ -104,14 +108,14 @@ async def backup(
 
 async def _read_session(store: SessionStore, name: SessionKey) -> SessionCopy:
     """As `read_copy`; raises SnapshotCorrupt for damaged pages of the store's file too."""
-    with damage_of(f"session {name.session_id!r}"):
+    with damage_of(f"session {name.session_id!r}", remedy=OLDER_BACKUP):
         return await read_copy(store, name)
 
 
 async def _documents(store: SessionStore, tenant: str | None) -> AsyncGenerator[OwnedRecord | TransferResult]:
     """The documents, then a result if there are more that cannot be read."""
     try:
-        with damage_of("the other documents"):
+        with damage_of("the other documents", remedy=OLDER_BACKUP):
             async for owned in records_beside(store).scan(tenant=tenant):
                 yield owned
     except SnapshotCorrupt as error:
@@ -121,7 +125,7 @@ async def _documents(store: SessionStore, tenant: str | None) -> AsyncGenerator[
 async def _states(states: StateStore, tenant: str | None) -> AsyncGenerator[StateCopy | TransferResult]:
     """Each named state, or a result for one that cannot be read, or for all."""
     try:
-        with damage_of("the list of named states"):
+        with damage_of("the list of named states", remedy=OLDER_BACKUP):
             heads = await all_states(states, tenant=tenant)
     except SnapshotCorrupt as error:
         yield TransferResult(SessionKey(tenant or ALL, "states"), "failed", error, what="state")
@@ -129,7 +133,7 @@ async def _states(states: StateStore, tenant: str | None) -> AsyncGenerator[Stat
     for head in heads:
         name = _name_of_state(head)
         try:
-            with damage_of(f"the state {head.reference!r}"):
+            with damage_of(f"the state {head.reference!r}", remedy=OLDER_BACKUP):
                 copy = await read_state(states, head)
         except NotFound:
             yield TransferResult(name, "gone", what="state")

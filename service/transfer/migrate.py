@@ -31,7 +31,7 @@ from service.state.rebuild import LostState, Replay, read_replay
 from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import Commit, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
-from service.transfer.damage import damage_of
+from service.transfer.damage import NEW_STORE, damage_of
 from service.turns.lease import HeldLease, Leases
 
 Migration = Literal[
@@ -86,7 +86,7 @@ class Migrator:
 
     async def _migrate(self, name: SessionKey) -> Migrated:
         try:
-            with damage_of(f"session {name.session_id!r}"):
+            with damage_of(f"session {name.session_id!r}", remedy=NEW_STORE):
                 return await self._try(name)
         except NotFound:
             return Migrated(name, "gone")

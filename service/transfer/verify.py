@@ -24,7 +24,7 @@ from service.state.prefill import read_again
 from service.state.rebuild import sampled_counts, seed_of
 from service.stores.sessions.base import LogMark, SessionStore
 from service.stores.sessions.key import SessionKey
-from service.transfer.damage import damage_of
+from service.transfer.damage import NEW_STORE, damage_of
 
 # What chunks, single steps and batches of one numerics class may differ by; where states were rounded when they were
 # stored, what that adds up to over the turns of a session, as a share of a whole tensor. Slots that hardly fade keep
@@ -92,7 +92,7 @@ async def verify(
     """
     for name in names:
         try:
-            with damage_of(f"session {name.session_id!r}"):
+            with damage_of(f"session {name.session_id!r}", remedy=NEW_STORE):
                 copy = await read_copy(store, name)
             verified = await _verify_copy(backend, name, copy, tolerances)
             yield verified if is_strict else _by_numerics(verified)

@@ -20,6 +20,14 @@ def damage_table(path: Path, table: str) -> None:
         _overwrite(path, (page - 1) * page_bytes)
 
 
+def damage_index(path: Path, index: str) -> None:
+    """Nothing can be read by the index; its table can by others."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (index,)).fetchone()
+        page_bytes = _page_bytes(connection)
+    _overwrite(path, (page - 1) * page_bytes)
+
+
 def damage_blob(path: Path, blob: bytes) -> None:
     """The blob, of many pages, cannot be read to its end; all other rows can."""
     with contextlib.closing(sqlite3.connect(path)) as connection:

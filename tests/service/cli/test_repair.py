@@ -267,7 +267,8 @@ def test_X6_a_session_on_damaged_pages_is_named_and_the_others_come_to_the_model
     damage_blob(data_dir / "sessions.db", snapshot_of(data_dir, damaged))
     result = nsm("sessions", "migrate", "--model", other_model_dir)
     assert (result.exit_code, result.stdout) == (1, "migrate: 1 migrated, 1 failed\n")
-    assert result.stderr.startswith(f"default/{damaged}: failed: session '{damaged}' cannot be read: ")
+    failure = f"default/{damaged}: failed: session '{damaged}' cannot be read; save the rest with `nsm sessions backup`"
+    assert result.stderr.startswith(failure)
     assert str(data_dir / "sessions.db") in result.stderr
 
 

@@ -106,7 +106,10 @@ def test_a_store_that_cannot_be_used_is_named(nsm: Nsm, tmp_path: Path) -> None:
     file = tmp_path / "letters.db"
     file.write_text("Dear Emma, " * 1000)
     result = nsm("sessions", "list", "--store", f"sqlite:///{file}")
-    assert_one_line(result, f"the session store is damaged or not a database ({file}: file is not a database)")
+    remedy = "name another one, or move the store's files away and restore the last backup "
+    remedy += "(docs/operations.md says what may save more)"
+    reason = f"the session store is damaged or not a database ({file}: file is not a database)"
+    assert_one_line(result, f"the store cannot be opened; {remedy}: {reason}")
     result = nsm("sessions", "list", "--data-dir", file)
     assert_one_line(result, f"sessions cannot be stored in {file} (NSM_DATA_DIR, NSM_STORE): {file} is not a directory")
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from service.stores.records.factory import records_beside
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
-from tests.support.damaged_pages import damage_blob, damage_table
+from tests.support.damaged_pages import damage_blob, damage_index, damage_table
 from tests.support.redis_servers import Topology
 
 
@@ -86,9 +89,10 @@ def test_X6_sessions_on_damaged_pages_are_named_and_the_others_are_saved(
     damage_table(data_dir / "sessions.db", "records")
     because = "the session store is damaged or not a database ("
     reason = f"{data_dir / 'sessions.db'}: database disk image is malformed)\n"
+    older = "an older backup may have it"
     lines = (
-        f"default/{damaged}: not written: session '{damaged}' cannot be read: {because}{reason}"
-        f"*/documents: not written: the other documents cannot be read: {because}{reason}"
+        f"default/{damaged}: not written: session '{damaged}' cannot be read; {older}: {because}{reason}"
+        f"*/documents: not written: the other documents cannot be read; {older}: {because}{reason}"
     )
     result = nsm("sessions", "backup", file)
     counts = "1 written, 1 not written; documents: 1 not written\n"
@@ -100,9 +104,52 @@ def test_X6_sessions_on_damaged_pages_are_named_and_the_others_are_saved(
     result = nsm("sessions", "verify")
     assert result.exit_code == 1
     assert result.stdout.startswith(
-        f"default/{damaged}: damaged: session '{damaged}' cannot be read: {because}{reason}"
+        f"default/{damaged}: damaged: session '{damaged}' cannot be read; save the rest with `nsm sessions backup`, "
+        f"move the store's files away and restore it: {because}{reason}"
     )
     assert "\nverify: 1 same, 1 damaged" in result.stdout
+
+
+def test_X6_a_store_whose_list_of_sessions_is_damaged_sends_to_the_last_backup(
+    nsm: Nsm, data_dir: Path, tmp_path: Path
+) -> None:
+    talk(nsm)
+    file, path = tmp_path / "all.nsm", data_dir / "sessions.db"
+    assert nsm("sessions", "backup", file).exit_code == 0
+    damage_table(path, "sessions")
+    remedy = "the list of sessions cannot be read; move the store's files away and restore the last backup "
+    remedy += "(docs/operations.md says what may save more): "
+    reason = f"the session store is damaged or not a database ({path}: database disk image is malformed)"
+    other = ("--to", f"sqlite:///{tmp_path / 'copy.db'}")
+    for command in (
+        ("backup", tmp_path / "new.nsm"),
+        ("copy", *other),
+        ("verify",),
+        ("migrate", "--damaged"),
+        ("list",),
+    ):
+        assert_one_line(nsm("sessions", *command), remedy + reason)
+    assert not (tmp_path / "new.nsm").exists()
+    for left in data_dir.glob("sessions.db*"):
+        left.rename(tmp_path / left.name)
+    assert nsm("sessions", "restore", file).stdout == f"restore {file}: 1 written\n"
+
+
+@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 program")
+def test_X6_sessions_whose_list_is_damaged_come_out_of_a_dump_as_the_page_says(
+    nsm: Nsm, data_dir: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        talk(nsm)
+    damage_index(data_dir / "sessions.db", "sessions_by_age")
+    file, dump, other = tmp_path / "all.nsm", tmp_path / "dump.db", f"sqlite:///{tmp_path / 'other.db'}"
+    assert nsm("sessions", "backup", file).exit_code == 1
+    page = Path("docs/operations.md").read_text()
+    (script,) = re.findall(r"^\$ (\(sqlite3 .*?\| sqlite3 /srv/dump\.db)$", page, re.DOTALL | re.MULTILINE)
+    subprocess.run(["sh", "-c", script.replace("/srv/dump.db", str(dump))], cwd=data_dir, check=True)
+    assert nsm("sessions", "backup", file, "--store", f"sqlite:///{dump}").stdout == f"backup {file}: 2 written\n"
+    assert nsm("sessions", "restore", file, "--store", other).stdout == f"restore {file}: 2 written\n"
+    assert nsm("chat", "--session", listed(nsm, other)[0][0], "--store", other, stdin="More").exit_code == 0
 
 
 def test_X6_a_session_that_damaged_pages_keep_is_named(nsm: Nsm, data_dir: Path) -> None:
