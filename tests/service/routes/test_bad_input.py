@@ -224,10 +224,10 @@ async def test_routes_and_methods_that_do_not_exist(server: Gateway) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("PUT", "/v1/sessions", "GET, POST"),
-        ("PUT", "/v1/states", "GET, POST"),
-        ("PATCH", "/v1/states/x", "DELETE, GET"),
-        ("PUT", "/v1/sessions/x", "DELETE, GET, PATCH"),
+        ("PUT", "/v1/sessions", "GET, HEAD, POST"),
+        ("PUT", "/v1/states", "GET, HEAD, POST"),
+        ("PATCH", "/v1/states/x", "DELETE, GET, HEAD"),
+        ("PUT", "/v1/sessions/x", "DELETE, GET, HEAD, PATCH"),
     ],
 )
 async def test_method_that_a_path_does_not_have_is_refused_with_all_that_it_has(
