@@ -49,17 +49,18 @@ def closed(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 def closed_if_possible(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
     """`closed`, or the schema as it is where closing it would contradict it or leave an object no property."""
-    return closed(schema, param) if _can_be_closed(schema) else dict(schema)
+    try:
+        found = closed(schema, param)
+    except InvalidRequest:
+        return dict(schema)
+    return found if _keeps_properties(schema) else dict(schema)
 
 
-def _can_be_closed(schema: Mapping[str, Any]) -> bool:
-    if "patternProperties" in schema or schema.get("additionalProperties", False) is not False:
-        return False
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        return False
+def _keeps_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether every object in it still has its properties when it is closed."""
     if _is_of_objects(schema) and not _names_all_properties(schema):
         return False
-    return all(_can_be_closed(part) for name, value in schema.items() for part in _schemas_in(name, value))
+    return all(_keeps_properties(part) for name, value in schema.items() for part in _schemas_in(name, value))
 
 
 def _names_all_properties(schema: Mapping[str, Any]) -> bool:

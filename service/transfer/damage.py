@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from nsm_core.errors import NsmError, SnapshotCorrupt, StoreDamaged, StoreReplaced
 
@@ -12,50 +13,34 @@ LAST_BACKUP = "move the store's files away and restore the last backup (docs/ope
 OLDER_BACKUP = "an older backup may have it"
 
 
-@contextlib.contextmanager
-def damage_of(what: str, *, remedy: str) -> Iterator[None]:
+def damage_of(what: str, *, remedy: str) -> AbstractContextManager[None]:
     """Around the reading of `what`. Raises SnapshotCorrupt, with the same notes, in place of StoreDamaged.
 
     StoreReplaced stays as it is: then nothing else can be read either. `remedy`: what is left to do.
     """
-    try:
-        yield
-    except StoreReplaced:
-        raise
-    except StoreDamaged as error:
-        damage = SnapshotCorrupt(f"{what} cannot be read; {remedy}: {error}")
-        _move_notes(error, damage)
-        raise damage from error
+    return _damage_as(SnapshotCorrupt, f"{what} cannot be read; {remedy}")
 
 
-@contextlib.contextmanager
-def unreadable_list() -> Iterator[None]:
+def unreadable_list() -> AbstractContextManager[None]:
     """Around the reading of the list of sessions. Raises StoreDamaged with what is left to do: without the list nothing
     can be saved.
     """
-    with _all_lost("the list of sessions cannot be read", remedy=LAST_BACKUP):
-        yield
+    return _damage_as(StoreDamaged, f"the list of sessions cannot be read; {LAST_BACKUP}")
 
 
-@contextlib.contextmanager
-def unreadable_store() -> Iterator[None]:
+def unreadable_store() -> AbstractContextManager[None]:
     """Around the opening of a store. Raises StoreDamaged with what is left to do."""
-    with _all_lost("the store cannot be opened", remedy=f"name another one, or {LAST_BACKUP}"):
-        yield
+    return _damage_as(StoreDamaged, f"the store cannot be opened; name another one, or {LAST_BACKUP}")
 
 
 @contextlib.contextmanager
-def _all_lost(what: str, *, remedy: str) -> Iterator[None]:
+def _damage_as(kind: type[NsmError], message: str) -> Iterator[None]:
     try:
         yield
     except StoreReplaced:
         raise
     except StoreDamaged as error:
-        damage = StoreDamaged(f"{what}; {remedy}: {error}")
-        _move_notes(error, damage)
+        damage = kind(f"{message}: {error}")
+        for note in getattr(error, "__notes__", []):
+            damage.add_note(note)
         raise damage from error
-
-
-def _move_notes(error: StoreDamaged, damage: NsmError) -> None:
-    for note in getattr(error, "__notes__", []):
-        damage.add_note(note)
