@@ -53,14 +53,14 @@ def closed_if_possible(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
         found = closed(schema, param)
     except InvalidRequest:
         return dict(schema)
-    return found if _keeps_properties(schema) else dict(schema)
+    return found if _retains_properties(schema) else dict(schema)
 
 
-def _keeps_properties(schema: Mapping[str, Any]) -> bool:
+def _retains_properties(schema: Mapping[str, Any]) -> bool:
     """Whether every object in it still has its properties when it is closed."""
     if _is_of_objects(schema) and not _names_all_properties(schema):
         return False
-    return all(_keeps_properties(part) for name, value in schema.items() for part in _schemas_in(name, value))
+    return all(_retains_properties(part) for name, value in schema.items() for part in _schemas_in(name, value))
 
 
 def _names_all_properties(schema: Mapping[str, Any]) -> bool:
