@@ -98,9 +98,9 @@ class GrammarCompiler:
 
         Raises InvalidRequest. It belongs in a process that can be killed.
         """
-        for schema in _schemas_of_tools(grammar):
-            self._follow(schema, self._compile(schema))
-            self._check_patterns(schema)
+        for part in _grammars_within(grammar):
+            self._follow(part, self._compile(part))
+            self._check_patterns(part)
         self._follow(grammar, self.matcher(grammar))
         self._check_patterns(grammar)
 
@@ -148,8 +148,8 @@ class GrammarCompiler:
         compiled.compute_bitmask()  # some fail at their first token only
         if not compiled.is_error():
             return TokenMatcher(compiled)
-        for schema in _schemas_of_tools(grammar):
-            self._compile(schema)
+        for part in _grammars_within(grammar):
+            self._compile(part)
         raise _failure(grammar, compiled) if is_read else _refusal(grammar, compiled.get_error())
 
     def _read(self, grammar: Grammar) -> LLMatcher:
@@ -272,14 +272,16 @@ def _tools_parts(source: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"lark_grammar": lark}, *parts]
 
 
-def _schemas_of_tools(grammar: Grammar) -> list[Grammar]:
-    """The schema of each tool's arguments as a grammar of its own, under its own name."""
+def _grammars_within(grammar: Grammar) -> list[Grammar]:
+    """The schema of each tool's arguments, and the form that a text beside them has, as grammars under their names."""
     if grammar.kind != "tools":
         return []
-    return [
+    source = json.loads(grammar.source)
+    found = [
         json_schema_grammar(parameters, param=f"{grammar.param}[{index}]{PARAMETERS_PATH}")
-        for index, (_, parameters) in enumerate(json.loads(grammar.source)["tools"])
+        for index, (_, parameters) in enumerate(source["tools"])
     ]
+    return found if source["form"] is None else [*found, Grammar(**{"param": grammar.param, **source["form"]})]
 
 
 def _literal(text: str) -> str:

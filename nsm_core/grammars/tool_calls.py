@@ -84,7 +84,7 @@ def tools_grammar(
         "has_many": has_many,
         "calls": calls,
         "tools": [[tool.name, dict(tool.parameters)] for tool in tools],
-        "form": None if form is None else {"kind": form.kind, "source": form.source},
+        "form": None if form is None else {"kind": form.kind, "source": form.source, "param": form.param},
     }
     return Grammar(kind="tools", source=json.dumps(source, ensure_ascii=False), prefix=prefix, param=param)
 

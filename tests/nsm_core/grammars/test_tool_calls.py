@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.errors import GrammarFailed, InvalidRequest
 from nsm_core.grammars.compiler import GrammarCompiler
-from nsm_core.grammars.grammar import Grammar
+from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.grammars.tool_calls import Tool, answer_text, call_text, results_message, tools_grammar, with_tools
 from nsm_core.tokenizer import Tokenizer
@@ -103,6 +105,25 @@ def test_the_tool_whose_schema_is_refused_is_named(compiler: GrammarCompiler) ->
     with pytest.raises(InvalidRequest, match="not") as refusal:
         compiler.matcher(tools_grammar([*TOOLS, wrong], need="auto", has_many=False))
     assert refusal.value.param == "tools[2].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (
+            {"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": False},
+            "patternProperties beside",
+        ),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_P10_a_form_beside_tools_is_tried_as_one_without_them(
+    compiler: GrammarCompiler, form: dict[str, Any], reason: str
+) -> None:
+    named = json_schema_grammar({"type": "object", **form}, param="response_format.json_schema.schema")
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        compiler.check(tools_grammar(TOOLS, need="auto", has_many=False, form=named))
+    assert (refusal.value.param, refusal.value.code) == (named.param, "invalid_grammar")
 
 
 def test_tools_calls_and_results_stand_in_messages() -> None:
