@@ -47,6 +47,13 @@ class Ballast:
         finally:
             os.close(descriptor)
 
+    def has_room(self) -> bool:
+        """Whether releasing it would free any."""
+        try:
+            return self._path.stat().st_blocks > 0
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Free the room until the next `make`."""
         with contextlib.suppress(OSError):

@@ -160,8 +160,10 @@ class FileDatabase:
             await asyncio.to_thread(create_file, self._path)
         thread = file_thread("check", self._path, busy_timeout_s=self._busy_timeout_s)
         try:
-            with contextlib.suppress(StorageFull):  # `open` makes room
-                await thread.run(lambda connection: migrate(connection, self._path))
+            await thread.run(lambda connection: migrate(connection, self._path))
+        except StorageFull:
+            if not self._ballast.has_room():  # else `open` releases it
+                raise
         finally:
             await thread.close()
 

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,13 +175,17 @@ async def test_X20_a_store_that_was_closed_opens_on_a_disk_that_others_filled(di
 
 @pytest.mark.tmpfs
 @pytest.mark.parametrize("disk", [24], ids=["24MB"], indirect=True)
-async def test_X20_a_full_disk_without_a_ballast_refuses_the_start_in_plain_words(disk: Path, path: Path) -> None:
+@pytest.mark.parametrize("refuse", [SqliteSessionStore.check, SqliteSessionStore.open], ids=["check", "open"])
+async def test_X20_a_full_disk_without_a_ballast_refuses_the_start_in_plain_words(
+    disk: Path, path: Path, refuse: Callable[[SqliteSessionStore], Awaitable[None]]
+) -> None:
+    """A server checks its store before it loads a model, and opens it behind that."""
     async with opened(SqliteSessionStore(path)):
         pass
     path.with_name("sessions.db-ballast").unlink()
     fill_with_other_data(disk)
     with pytest.raises(StorageFull) as refused:
-        await SqliteSessionStore(path).open()
+        await refuse(SqliteSessionStore(path))
     assert refused.value.with_notes() == (
         f"the session store is full: delete sessions, or free its disk ({path}: no room on its disk)"
     )
