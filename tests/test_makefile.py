@@ -65,10 +65,11 @@ def test_marks_of_another_torch_go_when_one_is_installed(tmp_path: Path, has_tor
 
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
 def test_setup_has_a_line_for_each_stage_and_says_that_it_is_at_work(tmp_path: Path, is_terminal: bool) -> None:
-    """Its pip installs no package until a line has come."""
+    """Its pip downloads 3 MB, and installs no package until a line has counted them."""
     python, go_on = tmp_path / "bin" / "python", tmp_path / "go-on"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ncase "$*" in *hashes*) read -r _ < {go_on};; esac\n')
+    download = 'head -c 3000000 /dev/urandom > "$TMPDIR/package"'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *hashes*) {download}; read -r _ < {go_on};; esac\n')
     python.chmod(0o755)
     os.mkfifo(go_on)
     command = ["scripts/setup", str(python), str(tmp_path), "scripts/serve.lock", "1.0"]
@@ -78,7 +79,7 @@ def test_setup_has_a_line_for_each_stage_and_says_that_it_is_at_work(tmp_path: P
         os.close(output)
         shown = b""
         while not re.search(
-            rb"^setup: still at work after \d+ s, \d+ MB in %b\r?\n" % bytes(tmp_path), shown, re.MULTILINE
+            rb"^setup: still at work after \d+ s, [3-9] MB in %b\r?\n" % bytes(tmp_path), shown, re.MULTILINE
         ):
             shown += os.read(master, 4096)
         go_on.write_text("\n")
@@ -87,4 +88,5 @@ def test_setup_has_a_line_for_each_stage_and_says_that_it_is_at_work(tmp_path: P
                 shown += piece
     os.close(master)
     assert setup.returncode == 0
+    assert not (tmp_path / "tmp").exists()
     assert re.findall(rb"^setup: (\d|done)", shown, re.MULTILINE) == [b"2", b"3", b"4", b"5", b"done"]
