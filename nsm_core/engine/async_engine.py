@@ -257,8 +257,8 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Takes commands, runs one step, posts its events. Once the inbox is closed, ends every request: False."""
         self._engine.interrupt.clear()
-        is_busy = self._engine.has_work or self._engine.is_preparing
-        commands, is_closed = self._inbox.take(wait_s=0.0 if is_busy else IDLE_TURN_S)
+        wait_s = 0.0 if self._engine.has_work else self._engine.rest_due_s(IDLE_TURN_S)
+        commands, is_closed = self._inbox.take(wait_s=wait_s)
         self._heartbeat = time.monotonic()
         events: Events = []
         for command in commands:

@@ -17,7 +17,7 @@ from nsm_core.engine.held_states import HeldStart, HeldStates
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import FinishReason, GenerationRequest
 from nsm_core.engine.request_check import RequestCheck
-from nsm_core.engine.rest import Rest
+from nsm_core.engine.rest import PREPARE_AFTER_S, Rest
 from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
@@ -215,19 +215,17 @@ class Engine:
         """Plain tokens of tagged requests since the last call; they come before the events of the last step."""
         return self._applier.take_tokens()
 
-    @property
-    def is_preparing(self) -> bool:
-        """Whether `rest` has more to prepare: whoever steps should call it again soon, also without requests."""
-        return self._prepare_more is not None
+    def rest_due_s(self, most: float) -> float:
+        """Seconds after which `rest` should be called again without requests, up to `most`: it has more to prepare."""
+        return most if self._prepare_more is None else min(most, max(0.0, PREPARE_AFTER_S - self._rest.idle_s))
 
     def rest(self) -> None:
-        """After each turn of whoever steps. An idle engine prepares what its start has left, a part at a time; one that
-        has been idle for a while gives memory back.
+        """After each turn of whoever steps. An engine that has been idle for a moment prepares what its start has left,
+        a part at a time; one that has been idle for a while gives memory back.
         """
-        is_idle = not self.has_work and self._in_flight is None
-        if is_idle and self._prepare_more is not None:
+        self._rest.turn(has_work=self.has_work or self._in_flight is not None)
+        if self._prepare_more is not None and self._rest.idle_s >= PREPARE_AFTER_S:
             self._prepare_next(self._prepare_more)
-        self._rest.turn(has_work=not is_idle)
 
     def _prepare_next(self, prepare_more: PrepareMore) -> None:
         """What cannot be prepared now is left to its first use, whose requests will meet the error."""

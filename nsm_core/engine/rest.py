@@ -10,6 +10,8 @@ from nsm_core.state.pool import StatePool
 
 # Without a request for so long it is idle: the first request after that takes some milliseconds longer.
 AFTER_S = 10.0
+# Without one for so long it prepares what its start has left: a part takes up to 0.2 s, for which a request waits.
+PREPARE_AFTER_S = 0.5
 
 
 class Rest:
@@ -25,6 +27,11 @@ class Rest:
     def used(self) -> None:
         """A request has come."""
         self._since, self._has_rested = None, False
+
+    @property
+    def idle_s(self) -> float:
+        """Since the first turn without a request; 0 while there is one."""
+        return 0.0 if self._since is None else self._clock() - self._since
 
     def turn(self, *, has_work: bool) -> None:
         """After each turn of the engine."""

@@ -1,9 +1,11 @@
-"""Reads prompts into rows of a pool, by CUDA graphs of a few sizes: a short prompt does not pay for each launch."""
+"""Reads prompts into rows of a pool, in batches of a few sizes. Their launches are recorded as CUDA graphs: a short
+prompt does not pay for each of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ FEW_ROWS = 32  # more are recorded if they are a quarter of the pool at most: ea
 LONGEST_IN_PARTS = 256
 FILLED = 0.75  # of the largest graph's rows: fewer prompts are read by smaller ones
 MAX_RECORDED_TOKENS = 16384  # with padding; beyond it the device takes longer than Python's launches
+# Recording a size takes as long as reading ten prompts without; those who wait for its first ones do not wait for it.
+UNRECORDED_USES = 2
 # Tokens of one call, over all rows: more keep the device busy, and take memory.
 PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
 
@@ -40,13 +44,17 @@ class _Inputs:
     ids: Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Recorded:
-    """It takes states from the pool's rows and leaves new ones there. Output: hidden [R,T,d]."""
+@dataclasses.dataclass(slots=True)
+class _Batch:
+    """A size of a batch. `read` takes states from the pool's rows and leaves new ones there, and hidden [R,T,d].
+    `graph`: of its launches, once they are recorded; `num_uses`: before.
+    """
 
-    graph: torch.cuda.CUDAGraph
     inputs: _Inputs
     hidden: Tensor
+    read: Callable[[], None]
+    graph: torch.cuda.CUDAGraph | None = None
+    num_uses: int = 0
 
 
 class PromptReader:
@@ -56,7 +64,7 @@ class PromptReader:
         """`model`: as `prompt_model` makes it."""
         self._model, self._pool, self._device = model, pool, device
         self._rows = tuple(number for number in ROWS if number <= max(FEW_ROWS, pool.num_rows // 4))
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._batches: dict[tuple[int, int], _Batch] = {}
         self._memory: Any = None  # the graphs' memory pool; torch names no type for it
         self._hidden = torch.empty(0)  # shared by all graphs, to save memory
         self._last_use: torch.cuda.Event | None = None
@@ -79,12 +87,12 @@ class PromptReader:
         return hidden
 
     def record_next(self) -> bool:
-        """Records a size that was not used yet, short prompts first. False: there is none."""
+        """Records a size that was not recorded yet, short prompts first. False: there is none."""
         if self._memory is None:
             return False
-        left = [size for size in _sizes(self._rows) if size not in self._recorded]
+        left = [size for size in _sizes(self._rows) if self._batch(size).graph is None]
         if left:
-            self._record(*min(left, key=lambda size: (size[1], size[0])))
+            self._record(min(left, key=lambda size: (size[1], size[0])))
         return len(left) > 1
 
     @torch.inference_mode()
@@ -117,29 +125,40 @@ class PromptReader:
         return [hidden[index, :length].float() for index, length in enumerate(lengths)]
 
     def _replay(self, size: tuple[int, int], rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        recorded = self._recorded.get(size) or self._record(*size)
+        batch = self._batch(size)
+        if batch.graph is None and batch.num_uses >= UNRECORDED_USES:
+            self._record(size)
+        batch.num_uses += 1
         if self._last_use is not None:  # on another stream: its results are still being copied
             torch.cuda.current_stream(self._device).wait_event(self._last_use)
-        copy_to_device(_given(size, rows, ids), recorded.inputs.given)
-        recorded.graph.replay()
-        hidden = recorded.hidden[: len(rows)].clone()
+        copy_to_device(_given(size, rows, ids), batch.inputs.given)
+        if batch.graph is None:
+            batch.read()
+        else:
+            batch.graph.replay()
+        hidden = batch.hidden[: len(rows)].clone()
         if self._last_use is not None:
             self._last_use.record(torch.cuda.current_stream(self._device))
         return [hidden[index, : len(row)] for index, row in enumerate(ids)]
 
+    def _batch(self, size: tuple[int, int]) -> _Batch:
+        if size not in self._batches:
+            inputs, hidden = _inputs(*size, self._device), self._hidden_of(*size)
+            self._batches[size] = _Batch(inputs, hidden, functools.partial(self._read_rows, inputs, hidden))
+        return self._batches[size]
+
     @torch.inference_mode()
-    def _record(self, num_rows: int, length: int) -> _Recorded:
+    def _record(self, size: tuple[int, int]) -> None:
         """Of no row but the first, whose state stays as it is: it reads nothing here."""
-        inputs, hidden = _inputs(num_rows, length, self._device), self._hidden_of(num_rows, length)
+        batch = self._batch(size)
+        batch.inputs.given.zero_()
+        batch.graph = record(batch.read, self._device, memory=self._memory)
 
-        def read() -> None:
-            new_states = self._read_given(inputs, hidden)
-            for name, held in self._pool.tensors.items():
-                held.index_copy_(0, inputs.rows, new_states[name].to(held.dtype))
-
-        graph = record(read, self._device, memory=self._memory)
-        self._recorded[num_rows, length] = _Recorded(graph, inputs, hidden)
-        return self._recorded[num_rows, length]
+    def _read_rows(self, inputs: _Inputs, hidden: Tensor) -> None:
+        """Of the pool, in place."""
+        new_states = self._read_given(inputs, hidden)
+        for name, held in self._pool.tensors.items():
+            held.index_copy_(0, inputs.rows, new_states[name].to(held.dtype))
 
     def _read_given(self, inputs: _Inputs, hidden: Tensor) -> State:
         """Writes hidden vectors, and returns new states."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.rest import AFTER_S, Rest
+from nsm_core.engine.rest import AFTER_S, PREPARE_AFTER_S, Rest
 from nsm_core.execution.base import SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.state.pool import StatePool
@@ -101,7 +101,7 @@ class Unprepared(EagerExecutor):
         return self.num_left > 0
 
 
-def engine_of(tokenizer: Tokenizer, error: Exception | None = None) -> tuple[Engine, list[Unprepared]]:
+def engine_of(tokenizer: Tokenizer, clock: Clock, error: Exception | None = None) -> tuple[Engine, list[Unprepared]]:
     made: list[Unprepared] = []
 
     def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Unprepared:
@@ -109,31 +109,41 @@ def engine_of(tokenizer: Tokenizer, error: Exception | None = None) -> tuple[Eng
         made[0].error = error
         return made[0]
 
-    return make_engine(small_model(), tokenizer, executor=make), made
+    return make_engine(small_model(), tokenizer, executor=make, clock=clock), made
 
 
 def test_an_idle_engine_prepares_what_its_start_has_left_and_a_busy_one_does_not(tiny_tokenizer: Tokenizer) -> None:
-    engine, (executor,) = engine_of(tiny_tokenizer)
+    clock = Clock()
+    engine, (executor,) = engine_of(tiny_tokenizer, clock)
     engine.add(make_request())
     while engine.has_work:
+        clock.now += PREPARE_AFTER_S
         engine.rest()
         assert executor.num_left == 3
         engine.step()
+    engine.rest()
+    assert (engine.rest_due_s(60.0), engine.rest_due_s(0.01), executor.num_left) == (PREPARE_AFTER_S, 0.01, 3)
+    clock.now += PREPARE_AFTER_S
     for num_left in (2, 1, 0):
-        assert engine.is_preparing
+        assert engine.rest_due_s(60.0) == 0.0
         engine.rest()
         assert executor.num_left == num_left
     engine.rest()
-    assert (engine.is_preparing, executor.num_left) == (False, 0)
+    assert (engine.rest_due_s(60.0), executor.num_left) == (60.0, 0)
 
 
 def test_what_cannot_be_prepared_ahead_is_left_to_its_use_unless_the_device_is_lost(
     tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, _ = engine_of(tiny_tokenizer, torch.OutOfMemoryError("no room"))
+    clock = Clock()
+    engine, _ = engine_of(tiny_tokenizer, clock, torch.OutOfMemoryError("no room"))
     engine.rest()
-    assert not engine.is_preparing
+    clock.now += PREPARE_AFTER_S
+    engine.rest()
+    assert engine.rest_due_s(60.0) == 60.0
     assert caplog.messages == ["the engine prepares nothing more ahead: OutOfMemoryError: no room"]
-    engine, _ = engine_of(tiny_tokenizer, RuntimeError("CUDA error: an illegal memory access"))
+    engine, _ = engine_of(tiny_tokenizer, clock, RuntimeError("CUDA error: an illegal memory access"))
+    engine.rest()
+    clock.now += PREPARE_AFTER_S
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.rest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="the compiler is not installed")
 from nsm_core.execution.cuda import prompt_reader
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
-from nsm_core.execution.cuda.prompt_reader import ROWS, PromptReader
+from nsm_core.execution.cuda.prompt_reader import ROWS, UNRECORDED_USES, PromptReader
 from tests.support.interpreter import sum_products_in_one_order
 from tests.support.models import random_model, small_config
 
@@ -58,13 +59,17 @@ def test_more_short_prompts_than_a_graph_has_rows_are_read_by_several(
 def test_sizes_that_were_not_used_are_recorded_one_by_one_short_prompts_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader, recorded = Reader(), list[tuple[int, int]]()
-    reader._recorded = {(1, 64): object()}  # type: ignore[dict-item]
+    reader, recorded, batches = Reader(), list[tuple[int, int]](), dict[tuple[int, int], types.SimpleNamespace]()
 
-    def record(num_rows: int, length: int) -> None:
-        recorded.append((num_rows, length))
-        reader._recorded[num_rows, length] = object()  # type: ignore[assignment]
+    def batch(size: tuple[int, int]) -> types.SimpleNamespace:
+        return batches.setdefault(size, types.SimpleNamespace(graph=None))
 
+    def record(size: tuple[int, int]) -> None:
+        recorded.append(size)
+        batch(size).graph = object()
+
+    batch((1, 64)).graph = object()
+    monkeypatch.setattr(reader, "_batch", batch)
     monkeypatch.setattr(reader, "_record", record)
     while reader.record_next():
         pass
@@ -131,9 +136,33 @@ def test_a_recorded_batch_leaves_the_states_and_hidden_vectors_of_plain_reading(
     reader._make_hidden()
     before = [recorded.pool.pack(row) for row in range(5)]
     with torch.inference_mode():
-        reader._record(4, 64)
+        reader._record((4, 64))
         assert [recorded.pool.pack(row) for row in range(5)] == before
         rows, ids = (0, 3, 4), ([1, 2, 3], [4] * 64, [5])
         got, want = recorded.read(rows, ids), plain.read(rows, ids)
     assert all(one.equal(other) for one, other in zip(got, want, strict=True))
     assert [recorded.pool.pack(row) for row in range(5)] == [plain.pool.pack(row) for row in range(5)]
+
+
+def test_the_first_batches_of_a_size_are_read_without_recording_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[torch.device] = []
+
+    def record(work: Callable[[], None], device: torch.device, **_: object) -> Replayed:
+        recorded.append(device)
+        return Replayed(work)
+
+    monkeypatch.setattr(prompt_reader, "record", record)
+    model = random_model(small_config(48, num_layers=1, layer_pattern="W", window=16))
+    executor = CudaExecutor(model, num_rows=2, options=CudaOptions(weights=CudaWeights.FP32, graphs=False))
+    reader = executor._prompts
+    reader._memory = object()
+    reader._make_hidden()
+    hidden, numbers = list[Tensor](), list[int]()
+    for _ in range(UNRECORDED_USES + 2):
+        executor.pool.lease(1)
+        executor.pool.fill((1,), executor.initial)
+        hidden += executor.read((1,), ([5, 6, 7],))
+        executor.pool.free(1)
+        numbers.append(len(recorded))
+    assert numbers == [0] * UNRECORDED_USES + [1, 1]
+    assert all(one.equal(hidden[0]) for one in hidden)
