@@ -9,8 +9,9 @@ from nsm_core.engine.request import Event, Finished, TokenEvent
 from nsm_core.engine.stream_pace import StreamPace, Write
 from nsm_core.engine.token_text import TokenText
 
-# Takes the texts of tokens in place of the reader, and returns what writes them; None: it leaves them to the reader.
-TakeTokens = Callable[[Sequence[str]], Write | None]
+# Takes the ids and texts of tokens in place of the reader, and returns what writes them; None: it leaves them to the
+# reader.
+TakeTokens = Callable[[Sequence[int], Sequence[str]], Write | None]
 
 
 class EventQueue:
@@ -98,6 +99,8 @@ class EventQueue:
             self._add_text(ready)
             batch, self._with_text = self._with_text, []
             is_over = isinstance(batch[-1], Finished)
+            if is_over:
+                self._take = None  # it may refer to what refers to this queue
             yield batch
             if isinstance(batch[-1], TokenEvent) and self._num_others == 0:
                 await self._hold(hold_s())
@@ -119,13 +122,14 @@ class EventQueue:
         if self._text is None or self._num_with_event:
             self._num_with_event = 0
             self._add_text(ready)
-            write = take([event.text for event in self._with_text if isinstance(event, TokenEvent)])
+            events = [event for event in self._with_text if isinstance(event, TokenEvent)]
+            write = take([event.token_id for event in events], [event.text for event in events])
             if write is not None:
                 self._with_text = []
             return write
         ids: list[int] = ready  # type: ignore[assignment]  # no other events are among them
         texts = self._text.texts(ids)
-        write = take(texts)
+        write = take(ids, texts)
         if write is None:
             self._with_text = self._text.events(ids, texts)
         return write

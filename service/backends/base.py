@@ -52,8 +52,8 @@ class Divertible(Protocol):
     """What a generation has besides, if its tokens need not wake the task that reads them."""
 
     def divert(self, take: TakeTokens) -> None:
-        """From now on the texts of tokens that come while the consumer waits go to `take`, on the event loop, one by
-        one or several together. What it returns is called at once, after `take` of other generations; if it is None
+        """From now on ids and texts of tokens that come while the consumer waits go to `take`, on the event loop, one
+        by one or several together. What it returns is called at once, after `take` of other generations; if it is None
         the tokens go to the consumer.
         """
         ...

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from nsm_core.engine.event_queue import TakeTokens
 from nsm_core.engine.request import (
     EndState,
     Event,
@@ -33,6 +32,9 @@ from service.telemetry.metrics.requests import RequestRecord
 from service.tenants.tenants import Permit
 
 EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so much
+
+# Makes what writes texts to the client; None: the connection cannot take them now
+ShowTexts = Callable[[Sequence[str]], Write | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +82,7 @@ class RequestGroup:
         self._permit = permit
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
-        self._show: TakeTokens | None = None
+        self._show: ShowTexts | None = None
         try:
             for request, save in zip(requests, savers or [None] * len(requests), strict=True):
                 generation = backend.submit(with_priority(request))
@@ -114,7 +116,7 @@ class RequestGroup:
         state, self.choices[0].end_state = self.choices[0].end_state, None
         return state
 
-    def show_by(self, show: TakeTokens) -> None:
+    def show_by(self, show: ShowTexts) -> None:
         """Texts of tokens after the first may be shown by `show` while the reader of `batches` waits, if the only
         choice has deltas of plain text.
         """
@@ -127,7 +129,7 @@ class RequestGroup:
         if show is None or not isinstance(generation, Divertible):
             return
 
-        def take(texts: Sequence[str]) -> Write | None:
+        def take(_ids: Sequence[int], texts: Sequence[str]) -> Write | None:
             write = show(texts)
             if write is not None:
                 record.tokens(len(texts))

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from nsm_core.engine.request import TokenEvent
+from nsm_core.engine.stream_pace import Write
 from nsm_core.errors import InvalidRequest
 from service.deps import Arrival, Services
 from service.generate.completions import KIND, ChoiceText, text_piece
@@ -33,10 +35,10 @@ from service.stores.sessions.base import LogPoint
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import digest_of
 from service.turns.follower import stream_not_found
-from service.turns.turn import TurnOutcome, TurnSource
+from service.turns.turn import Turn, TurnOutcome, TurnSource
 from service.web.errors import shown
 from service.web.json_body import json_response
-from service.web.sse import EventStream, TextFrame, frame, until_done
+from service.web.sse import EventStream, PartWriter, TextFrame, frame, until_done, write_nothing
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
@@ -51,6 +53,8 @@ class SessionAnswer:
         self.is_replay = source.is_replay
         self._source = source
         self._view = DeltaBuilder(tokenizer)
+        self._num_tokens = 0  # the number of the last one that was read or shown
+        self._writer: PartWriter | None = None
         has_logprobs, has_routing = render_options.get("has_logprobs", False), render_options.get("has_routing", False)
         self._text = ChoiceText(tokenizer, has_logprobs=has_logprobs, has_routing=has_routing)
         self._has_usage_chunk = has_usage_chunk
@@ -66,6 +70,10 @@ class SessionAnswer:
         """The turn goes on to its commit, so that the client can come back to it."""
         self._source.detach()
 
+    def attach(self, writer: PartWriter) -> None:
+        """Before `frames`: plain text may be written by `writer` while the frames wait."""
+        self._writer = writer
+
     async def frames(self, *, after: int = 0) -> AsyncGenerator[bytes, None]:
         """The frames numbered above `after`, together those that are ready together; the one with the finish reason
         tells where the session is.
@@ -76,7 +84,7 @@ class SessionAnswer:
                 frames: list[bytes] = []
                 for number, delta in batch:
                     if self._text.is_plain(delta):
-                        made = [b"id: %d\n%s" % (number, text_frame(delta.text))]
+                        made = [_numbered(number, text_frame(delta.text))]
                     else:
                         made = [frame(self._chunk(piece), event_id=number) for piece in self._text.pieces(delta)]
                     frames += made if number > after else ()
@@ -84,9 +92,23 @@ class SessionAnswer:
                     yield b"".join(frames)
                     if any(delta.text for _, delta in batch):  # the consumer is back: the connection has the text
                         self._source.delivered()
+                        self._show_directly(text_frame)
         if self._has_usage_chunk and after < number + 1:
             chunk = self._envelope.wrap(KIND, [], usage=self._usage())
             yield frame(chunk, event_id=number + 1)
+
+    def _show_directly(self, text_frame: TextFrame) -> None:
+        """Text goes to the connection without a task's turn, where turn and connection take it so."""
+        writer, self._writer = self._writer, None
+        if writer is not None and isinstance(self._source, Turn) and self._text.is_plain(Delta()):
+            self._source.show_by(functools.partial(self._shown, writer, text_frame))
+
+    def _shown(self, writer: PartWriter, text_frame: TextFrame, events: Sequence[TokenEvent]) -> Write | None:
+        data = b"".join([_numbered(event.index, text_frame(event.text)) for event in events if event.text])
+        write = writer(data) if data else write_nothing
+        if write is not None:
+            self._num_tokens = events[-1].index
+        return write
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -102,17 +124,16 @@ class SessionAnswer:
 
     async def deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """Each with its number. Ends with the one that has the finish reason, or raises the error of the turn."""
-        num_tokens = 0
         async with contextlib.aclosing(self._source.batches()) as batches:
             async for events in batches:
                 batch: list[tuple[int, Delta]] = []
                 for event in events:
                     if isinstance(event, TokenEvent):
-                        num_tokens = event.index
-                        batch += [(num_tokens, delta) for delta in self._view.feed(event)]
+                        self._num_tokens = event.index
+                        batch += [(event.index, delta) for delta in self._view.feed(event)]
                     elif event.error is None:
                         for delta in self._view.feed(event.finished):
-                            batch.append((num_tokens + (1 if delta.finished is None else 2), delta))
+                            batch.append((self._num_tokens + (1 if delta.finished is None else 2), delta))
                     else:
                         if batch:  # deltas before the error are shown
                             yield batch
@@ -154,6 +175,10 @@ class SessionAnswer:
         if self._has_energy:
             session["energy_joules"] = self.outcome.session_joules
         return session
+
+
+def _numbered(number: int, text_frame: bytes) -> bytes:
+    return b"id: %d\n%s" % (number, text_frame)
 
 
 async def open_session_turn(
@@ -227,7 +252,8 @@ async def send_turn(answer: SessionAnswer, *, is_stream: bool, request_id: str, 
     """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
     response: Response
     if is_stream:
-        response = EventStream(until_done(answer.frames(after=after), request_id=request_id), on_close=answer.leave)
+        frames = until_done(answer.frames(after=after), request_id=request_id)
+        response = EventStream(frames, on_close=answer.leave, on_open=answer.attach)
     else:
         try:
             response = json_response(await answer.collect())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from nsm_core.engine.request import (
     TokenEvent,
     joules_of,
 )
+from nsm_core.engine.stream_pace import Write
 from nsm_core.errors import (
     EngineDead,
     LeaseLost,
@@ -30,7 +32,7 @@ from nsm_core.errors import (
 )
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.thoughts import begins_with_thought
-from service.backends.base import Generation
+from service.backends.base import Divertible, Generation
 from service.state.keeper import StateKeeper
 from service.state.resume import ResumedSession
 from service.stores.sessions.base import Commit, SessionHead
@@ -200,6 +202,8 @@ class TurnExecution:
 
     async def _forward(self, log: TokenWriter) -> Finished:
         """Passes the events on as they come, and returns the last one instead of passing it on."""
+        if isinstance(self.generation, Divertible):
+            self.generation.divert(functools.partial(self._show, log))
         try:
             async for batch in self.generation.batches():
                 self.border_states.extend(event for event in batch if isinstance(event, PromptState))
@@ -214,6 +218,16 @@ class TurnExecution:
             self.generation.cancel()
             raise
         raise RuntimeError("the engine ended a request without Finished")
+
+    def _show(self, log: TokenWriter, ids: Sequence[int], texts: Sequence[str]) -> Write | None:
+        """Puts the next tokens of a turn whose first ones were shown; None: nothing was put."""
+        if not self.turn.is_shown:
+            return None
+        shown = zip(range(len(log.tokens) + 1, len(log.tokens) + len(ids) + 1), ids, texts, strict=True)
+        write = self.turn.show([TokenEvent(index=index, token_id=id_, text=text) for index, id_, text in shown])
+        if write is not None:
+            log.put(map(StoredToken, ids))
+        return write
 
     async def _commit_or_fail(self, finished: Finished, tokens: list[StoredToken]) -> TurnOutcome:
         """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""

@@ -47,7 +47,7 @@ class TokenWriter:
         self._stopped = asyncio.Event()
         self._has_failed = False
         self._is_calling = False  # the store
-        self._writing = asyncio.create_task(self._write_on())
+        self._writing: asyncio.Task[None] | None = asyncio.create_task(self._write_on())
 
     def put(self, tokens: Iterable[StoredToken]) -> None:
         self.tokens += tokens
@@ -61,10 +61,11 @@ class TokenWriter:
         """
         self._stopped.set()
         self._has_more.set()
-        if self._is_calling:
-            await asyncio.wait((self._writing,))
-        else:  # it waits for tokens: nobody has to wait for its end
-            self._writing.cancel()
+        writing, self._writing = self._writing, None  # a task that was cancelled refers to this object
+        if writing is not None and self._is_calling:
+            await asyncio.wait((writing,))
+        elif writing is not None:  # it waits for tokens: nobody has to wait for its end
+            writing.cancel()
         try:
             while is_complete and self._num_written < len(self.tokens):
                 await self._write()

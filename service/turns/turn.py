@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent
+from nsm_core.engine.stream_pace import Write
 from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.state.rebuild import RebuildReason
@@ -35,6 +36,8 @@ class TurnOutcome:
 
 
 TurnEvent = TokenEvent | TurnOutcome
+# Makes what writes the texts of tokens to a client; None: its connection cannot take them now
+ShowTokens = Callable[[Sequence[TokenEvent]], Write | None]
 
 
 class TurnSource(Protocol):
@@ -118,6 +121,8 @@ class Turn:
         self._news = asyncio.Event()
         self._num_readers = 1
         self._has_opener = True
+        self._opener = _Reading()
+        self._show: ShowTokens | None = None
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Each event once, in order, the last a TurnOutcome. Closing it early detaches."""
@@ -130,7 +135,7 @@ class Turn:
     async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
         """See TurnSource."""
         try:
-            async for batch in self.all_batches():
+            async for batch in self.all_batches(self._opener):
                 yield batch
         finally:
             self.detach()
@@ -141,20 +146,28 @@ class Turn:
             for event in batch:
                 yield event
 
-    async def all_batches(self) -> AsyncGenerator[list[TurnEvent], None]:
-        """The same for those who can use several at once."""
-        num_read = 0
+    async def all_batches(self, reading: _Reading | None = None) -> AsyncGenerator[list[TurnEvent], None]:
+        """The same for those who can use several at once. `reading`: the reader's own."""
+        reading = reading or _Reading()
         while True:
-            if num_read < len(self._events):
+            if reading.num_read < len(self._events):
                 await asyncio.sleep(0)  # a reader that is behind lets the others run
-            while num_read == len(self._events):
+            while reading.num_read == len(self._events):
                 self._news.clear()
-                await self._news.wait()
-            batch = self._events[num_read : num_read + EVENTS_AT_ONCE]
-            num_read += len(batch)
+                reading.is_waiting = True
+                try:
+                    await self._news.wait()
+                finally:
+                    reading.is_waiting = False
+            batch = self._events[reading.num_read : reading.num_read + EVENTS_AT_ONCE]
+            reading.num_read += len(batch)
             yield batch
             if isinstance(batch[-1], TurnOutcome):
                 return
+
+    def show_by(self, show: ShowTokens) -> None:
+        """From now on tokens that come while the opener waits at `batches` may be shown by `show` in its place."""
+        self._show = show
 
     def follow(self) -> Follower:
         """One more reader."""
@@ -171,7 +184,7 @@ class Turn:
     def detach(self) -> None:
         """The opener left. When nobody reads any more, the turn may go on for `detached_s` seconds. Idempotent."""
         if self._has_opener:
-            self._has_opener = False
+            self._has_opener, self._show = False, None
             self.reader_left()
 
     def reader_left(self) -> None:
@@ -244,6 +257,26 @@ class Turn:
         self._events += events
         self._news.set()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the opener has all events and its connection may take the next ones at once."""
+        return self._show is not None and self._opener.is_waiting and self._opener.num_read == len(self._events)
+
+    def show(self, events: Sequence[TokenEvent]) -> Write | None:
+        """`put` without the opener's task, for a turn that `is_shown`: what writes their texts to its connection. None:
+        nothing was put.
+        """
+        write = None if self._show is None else self._show(events)
+        if write is None:
+            return None
+        if self._record is not None:
+            self._record.tokens(len(events))
+        self._events += events
+        self._opener.num_read += len(events)
+        if self._num_readers > 1:
+            self._news.set()
+        return write
+
     def error_of(self, finished: Finished) -> NsmError | None:
         """Why a turn that ended so is not committed; None if it is to be."""
         if finished.reason is FinishReason.ERROR:
@@ -257,7 +290,7 @@ class Turn:
         self._stop_timer()
         if self.permit is not None:
             self.permit.leave()
-        self.end = end
+        self.end, self._show = end, None
         self.ended.set()
         self.begun.set()
         if end is not None:
@@ -274,6 +307,16 @@ class Turn:
     def _count(self, end: TurnOutcome) -> None:
         if self._record is not None:
             self._record.finish(_reason(end), end.finished)
+
+
+class _Reading:
+    """How far a reader has come, and whether it waits for more."""
+
+    __slots__ = ("is_waiting", "num_read")
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.is_waiting = False
 
 
 class Follower:

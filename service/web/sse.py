@@ -60,7 +60,7 @@ class PartWriter(Protocol):
         ...
 
 
-def _write_nothing() -> None:
+def write_nothing() -> None:
     """Of tokens without text."""
 
 
@@ -82,7 +82,7 @@ class DirectText:
         else:
             text = texts[0] if len(texts) == 1 else "".join(texts)
             data = self._head + orjson.dumps(text) + self._tail if text else b""  # as `_frame`, without a call
-        return self._writer(data) if data else _write_nothing
+        return self._writer(data) if data else write_nothing
 
 
 async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+import weakref
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
-from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.engine.request import TokenEvent
+from nsm_core.engine.stream_pace import StreamPace, Write
 from nsm_core.tokenizer import Tokenizer
 from service.backends import local
 from service.backends.local import LocalBackend
+from service.turns.turn import Turn
 from tests.support.gateway import Gateway, frames_of, gateway
 from tests.support.models import RandomModel, as_loaded
 
 MAX_TOKENS = 60
 STEPS_PER_ROUND = 5
+LATE = 60.0  # s
 PER_TOKEN = {"event_per_token": True}
 
 
@@ -93,6 +98,58 @@ async def test_an_event_per_token_and_log_probabilities_stay_exact(server: Gatew
     single = await pieces_of(server, "/v1/completions", prompt="Once", stream_options=PER_TOKEN)
     scored = await pieces_of(server, "/v1/completions", prompt="Once", logprobs=0)
     assert single == scored
+
+
+async def test_a_turns_stream_is_written_directly_with_the_frames_of_its_record(
+    server: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+
+    def show(turn: Turn, events: Sequence[TokenEvent]) -> Write | None:
+        write = show_directly(turn, events)
+        shown.extend(event.index for event in events if write is not None)
+        return write
+
+    show_directly = Turn.show
+    monkeypatch.setattr(Turn, "show", show)
+    await server.client.post("/v1/sessions", json={"id": "s"})
+    asked = {"input": "Once", "seed": 1, "ignore_eos": True, "stream": True, "max_tokens": MAX_TOKENS}
+    stream = (await server.client.post("/v1/sessions/s/generate", json=asked)).text
+    again = await server.client.get(f"/v1/streams/{frames_of(stream)[0]['id']}")
+    assert stream == again.text
+    assert shown
+    assert shown == sorted(set(shown))
+
+
+async def test_a_turn_that_was_written_directly_goes_without_a_collection(
+    server: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+
+    def show(turn: Turn, events: Sequence[TokenEvent]) -> Write | None:
+        if not followed:
+            followed.append(weakref.finalize(turn, ended.set))
+        return show_directly(turn, events)
+
+    show_directly, followed = Turn.show, list[object]()
+    monkeypatch.setattr(Turn, "show", show)
+    await server.client.post("/v1/sessions", json={"id": "s"})
+    gc.collect()
+    gc.disable()
+    try:
+        asked = {"input": "Once", "ignore_eos": True, "stream": True, "max_tokens": MAX_TOKENS}
+        await server.client.post("/v1/sessions/s/generate", json=asked)
+        await asyncio.wait_for(ended.wait(), LATE)
+    finally:
+        gc.enable()
+
+
+async def test_a_turn_with_two_readers_gives_both_all_its_frames(server: Gateway) -> None:
+    await server.client.post("/v1/sessions", json={"id": "s"})
+    asked = {"input": "Once", "ignore_eos": True, "max_tokens": MAX_TOKENS, "stream": True}
+    path, key = "/v1/sessions/s/generate", {"idempotency-key": "k"}
+    first, second = await asyncio.gather(*(server.client.post(path, json=asked, headers=key) for _ in range(2)))
+    assert first.text == second.text
 
 
 async def test_several_choices_are_read_by_their_task(server: Gateway) -> None:

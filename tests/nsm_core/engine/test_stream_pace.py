@@ -143,7 +143,7 @@ class Reader:
             self.batches.append(batch)
             self.queue.divert(self._take)
 
-    def _take(self, texts: Sequence[str]) -> Write | None:
+    def _take(self, ids: Sequence[int], texts: Sequence[str]) -> Write | None:
         return functools.partial(self.taken.extend, list(texts)) if self.takes else None
 
     async def step(self, *events: Event) -> None:
