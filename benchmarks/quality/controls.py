@@ -11,6 +11,7 @@ with another seed (`--extra "--seed 1"`). The Transformer can be measured within
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import math
 import re
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.quality.loops import LOOP_SHARE, repeated_share
+from benchmarks.quality.trial_layers import register_trial_layers
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WEIGHTS_FILE
@@ -40,6 +42,7 @@ from nsm_lab.provenance import origin
 from nsm_lab.training.__main__ import parse
 from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data_files import read_documents
+from nsm_lab.training.log import LOG_FILE
 from nsm_lab.training.loop import train
 
 COMMON = (
@@ -55,6 +58,17 @@ ARMS = {
     # rows as long as the text before and in the span whose history is measured; RoPE learns no farther positions
     "attention to everything": "--layer-pattern A --max-context 17408 --mlp-hidden 2048 --rows 7 --seq-len 17408 "
     "--carry 0 --whole-rows",
+    # what one idea changes, for short trainings beside plain keyed slots (`--common` with half of the rows)
+    "keyed slots that do not decay": "--layer-pattern uuuW",
+    "keyed slots, decays from 10 to 1,000 tokens": "--layer-pattern tttW",
+    "keyed slots, routes of one token": "--layer-pattern oooW",
+    "Gated DeltaNet": "--layer-pattern gggW --mlp-hidden 1088",
+    "Gated DeltaNet without convolutions": "--layer-pattern qqqW --mlp-hidden 1088",
+    # not compiled: their exchanges and gates are loops, which take minutes to compile
+    "slot memory": "--layer-pattern NNNW --mlp-hidden 1416 --no-compile",
+    "slot memory, a third communicates": "--layer-pattern NNCW --mlp-hidden 1410 --no-compile",
+    "slot memory, a third with GRU gates by chunks of 64": "--layer-pattern NNGW --gate-chunk 64 --mlp-hidden 1388 "
+    "--no-compile",
 }
 PROMPT_TOKENS, TEMPERATURE, PASSAGES_OF_A_TEXT = 64, 0.8, 4
 
@@ -85,7 +99,14 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - started
     size = {"num_parameters": loaded.num_parameters, "state_bytes": loaded.model.state_spec.num_bytes}
     tokens = config.steps * config.rows * config.seq_len
-    return {"tokens": tokens, "train_s": trained_s, "seconds": seconds, **size, **measured}
+    validation = {"val_loss": last_validation(config.out)}
+    return {"tokens": tokens, "train_s": trained_s, "seconds": seconds, **size, **validation, **measured}
+
+
+def last_validation(run: Path) -> float:
+    """Nats a token on validation rows, at the end of the training."""
+    with (run / LOG_FILE).open(newline="", encoding="utf-8") as file:
+        return float(list(csv.DictReader(file))[-1]["val_loss"])
 
 
 def measure(loaded: LoadedNsm, options: argparse.Namespace) -> dict[str, Any]:
@@ -163,6 +184,7 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
         "state, MiB": f"{result['state_bytes'] / 2**20:.2f}",
         "seconds": f"{result['train_s']:.0f} + {_measuring(result):.0f}",
         "bits per byte": f"{result['bits_per_byte']:.4f}",
+        "validation, nats": f"{result['val_loss']:.3f}",
         "repeated tokens": f"{result['repeated']:.1%}",
         "loops": f"{result['loops']:.0%}",
         **{f"passage {row['distance']:,} back": _estimate(Estimate(**row["gain"])) for row in passages},
@@ -192,7 +214,8 @@ def write_report(options: argparse.Namespace, runs: RunsFile) -> None:
         "measured on": f"{options.books} books of the {options.split} split, bits per byte on the first "
         f"{options.loss_tokens:,} tokens of each; samples of {options.sample_tokens} tokens at {TEMPERATURE}",
     }
-    commands = [f"- {arm}: `{flags or 'nothing more'}`" for arm, flags in ARMS.items()]
+    arms = dict.fromkeys(result["run"]["arm"] for result in runs.results)
+    commands = [f"- {arm}: `{ARMS[arm] or 'nothing more'}`" for arm in arms]
     lines = [f"- {name}: `{value}`" for name, value in how.items()]
     text = "\n".join(("# Controls: layers\n", markdown(runs.results), "", *commands, "", *lines, ""))
     options.output.with_suffix(".md").write_text(text, "utf-8")
@@ -223,6 +246,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = build_parser().parse_args()
     register_baselines()
+    register_trial_layers()
     started, longest = time.monotonic(), 0.0
     runs = RunsFile(options.output.with_suffix(".jsonl"))
     for arm in options.arms:

@@ -17,6 +17,7 @@ FIELDS = (
     "routing_loss", "dead_slots", "effective_slots", "max_load", "slots_written", "half_life",
 )  # fmt: skip
 
+LOG_FILE = "log.csv"
 QUIET_S = 20.0  # longest silence, if steps and validation batches are shorter
 
 
@@ -59,7 +60,7 @@ class TrainLog:
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=None if enabled else True)
         if not enabled:
             return
-        file = directory / "log.csv"
+        file = directory / LOG_FILE
         is_new = first_step == 0 or not file.exists()
         fields = FIELDS if is_new else _header(file)
         self._file = file.open("w" if is_new else "a", newline="")

@@ -156,13 +156,18 @@ def arm_result(arm: str, extra: str, contexts: tuple[int, ...]) -> dict[str, Any
         "fresh_starts": None,
         "keys": {"cells": [{"context": context, "distance": 256, **shares} for context in contexts]},
     }
-    return {"run": {"arm": arm, "extra": extra}, "tokens": 24e6, "bits_per_byte": 1.2, "history": history,
-            "repeated": 0.1, "loops": 0.0, "train_s": 40.0, "seconds": 60.0, "num_parameters": 7,
+    return {"run": {"arm": arm, "extra": extra}, "tokens": 24e6, "val_loss": 3.5, "bits_per_byte": 1.2,
+            "history": history, "repeated": 0.1, "loops": 0.0, "train_s": 40.0, "seconds": 60.0, "num_parameters": 7,
             "state_bytes": 2**20}  # fmt: skip
 
 
 def test_an_arm_is_a_row_of_the_table_and_a_dash_stands_where_it_was_not_measured() -> None:
     rows = controls.markdown([arm_result("loops", "", (8192,)), arm_result("loops", "--seed 1", (8192, 32768))])
-    common = "24.0M | 7 | 1.00 | 40 + 20 | 1.2000 | 10.0% | 0% | 0.500 ± 0.250 | 50% / 50%"
+    common = "24.0M | 7 | 1.00 | 40 + 20 | 1.2000 | 3.500 | 10.0% | 0% | 0.500 ± 0.250 | 50% / 50%"
     assert f"| loops | {common} | – |" in rows
     assert f"| loops --seed 1 | {common} | 50% / 50% |" in rows
+
+
+def test_the_last_line_of_a_log_has_the_validation_loss(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,val_loss\n1,4.5\n2,3.25\n", "utf-8")
+    assert controls.last_validation(tmp_path) == 3.25
