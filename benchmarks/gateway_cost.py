@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ from service.telemetry.metrics.requests import RequestMetrics
 from service.web.sse import TextFrame, frame
 
 HERE = Path(__file__).resolve()
-SERVER = Path("benchmarks", "no_engine.py")  # of the checkout that is measured
+SERVER = HERE.parent / "no_engine.py"  # which runs with the packages of the checkout that is measured
 TOKENIZER = next((HERE.parent.parent / "nsm_core" / "model" / "checkpoints").rglob("tokenizer.json"))
 ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "x"}),
@@ -58,15 +59,17 @@ class Server:
 
     def __init__(self, name: str, root: Path, step_ms: float, *, store: str = "memory", is_split: bool = False) -> None:
         self.name = name
-        command = [sys.executable, str(root / SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
+        command = [sys.executable, str(SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
         command += ["--store", store, *(["--split"] if is_split else [])]
         environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # a line for each request, until it stops
         self._process = subprocess.Popen(
-            command, cwd=root, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=root, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         line = self._output().readline()
         if not line:
-            raise RuntimeError(f"the server of {root} did not start")
+            self._log.seek(0)
+            raise RuntimeError(f"the server of {root} did not start: {self._log.read()[-2000:]}")
         self.port = int(line)
 
     def clocks(self) -> dict[str, float]:
@@ -82,6 +85,7 @@ class Server:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(30)
+        self._log.close()
 
     def _output(self) -> Any:
         return self._process.stdout

@@ -122,8 +122,13 @@ class NoEngine:
         if request.keep_state and reason == "length":
             new_ids = (*request.prompt_ids, *sampled)
             position = cached + len(new_ids) - 1
-            end = EndState(state=b"12345678", position=position, pending=sampled[-1], new_ids=new_ids,
-                           generated_counts=collections.Counter(sampled))  # fmt: skip
+            end = EndState(
+                state=position.to_bytes(8, "little"),
+                position=position,
+                pending=sampled[-1],
+                new_ids=new_ids,
+                generated_counts=collections.Counter(sampled),
+            )
         finished = Finished(
             reason=FinishReason(reason),
             text=output.finish(),
@@ -210,9 +215,9 @@ class NoBackend:
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
         self.require_room = getattr(self.engine, "require_room", None)  # which older checkouts do not ask for
         self.max_requests = 1024
-        tensor: Any = {"name": "nothing", "shape": [1], "dtype": "int64"}  # as older checkouts have it
+        tensor: Any = {"name": "position", "shape": [], "dtype": "int64"}  # as older checkouts have it
         if "TensorLayout" in str(ModelInfo.__annotations__["state_layout"]):
-            tensor = TensorLayout("nothing", (1,), "int64")
+            tensor = TensorLayout("position", (), "int64")
         self.model = ModelInfo(
             name="none",
             fingerprint="none",
@@ -355,13 +360,15 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
     """Prints the port, then answers each line of standard input with one of JSON."""
     import uvicorn
 
+    from nsm_core.tokenizer import encode_on_one_thread
     from service.app import create_app
     from service.server import bind, configure_logging, uvicorn_config
     from service.settings import Settings
     from service.stores.sessions.factory import make_store
 
-    configure_logging("warning")
-    settings = Settings(prefix_cache_mb=0, store=store, port=0, log_level="warning", data_dir=Path("unused"))
+    configure_logging("info")
+    encode_on_one_thread()
+    settings = Settings(prefix_cache_mb=0, store=store, port=0, data_dir=Path("unused"))
     engine = EngineProcess(tokenizer, step_ms) if is_split else None
     backend: Any = NoBackend(tokenizer, step_ms / 1e3) if engine is None else reach(engine.path)
     app = create_app(settings, backend, make_store(settings))

@@ -53,6 +53,7 @@ from service.telemetry.tracing.middleware import TraceRequests
 from service.telemetry.tracing.tracing import Tracing
 from service.tuning.runner import JobRunner, job_directory
 from service.web.authentication import Authenticate
+from service.web.direct_routes import RouteDirectly
 from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import ShedLoad
@@ -155,12 +156,9 @@ def _described_api(services: Services, receive_timeout_s: float) -> DescribedApi
 def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware]:
     """Outermost first."""
     settings, tracing = services.settings, services.tracing
+    routes = [one for module in ROUTES for one in module.router.routes]
     return [
-        Middleware(
-            RequestContext,
-            metrics=services.metrics,
-            routes=[one for module in ROUTES for one in module.router.routes],
-        ),
+        Middleware(RequestContext, metrics=services.metrics, routes=routes),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(AnswerHead),
         Middleware(CatchErrors),
@@ -175,6 +173,7 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
             piece_s=receive_timeout_s,
             whole_s=settings.request_timeout_s,
         ),
+        Middleware(RouteDirectly, routes=routes),
     ]
 
 

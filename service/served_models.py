@@ -13,7 +13,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -98,16 +98,16 @@ def _give_memory_back() -> None:
 _held: ContextVar[list[_Entry[OneModel]] | None] = ContextVar("nsm_held_models", default=None)
 
 
-@contextlib.contextmanager
-def holding_models() -> Iterator[None]:
+class holding_models:  # noqa: N801  # used like a function
     """Around one request: the models that it asks for inside stay loaded until its end."""
-    entries: list[_Entry[OneModel]] = []
-    token = _held.set(entries)
-    try:
-        yield
-    finally:
-        _held.reset(token)
-        for entry in entries:
+
+    def __enter__(self) -> None:
+        self._entries: list[_Entry[OneModel]] = []
+        self._token = _held.set(self._entries)
+
+    def __exit__(self, *error: object) -> None:
+        _held.reset(self._token)
+        for entry in self._entries:
             entry.num_users -= 1
 
 

@@ -20,6 +20,24 @@ MAX_TOP_K = 2**31 - 1
 SEED_BITS = 64
 
 
+# Name, least and greatest value, and how a refusal says it: written once, since every request is checked
+_WHOLE_NUMBERS = (
+    ("max_tokens", 1, math.inf, "a whole number of at least 1"),
+    ("top_k", 0, MAX_TOP_K, f"a whole number in [0, {MAX_TOP_K}]"),
+    ("seed", 0, 2**SEED_BITS - 1, f"a whole number in [0, {2**SEED_BITS - 1}]"),
+    ("choice_index", 0, 2**SEED_BITS - 1, f"a whole number in [0, {2**SEED_BITS - 1}]"),
+    ("min_tokens", 0, math.inf, "a whole number of at least 0"),
+    ("logprobs", 0, MAX_TOP_LOGPROBS, f"a whole number in [0, {MAX_TOP_LOGPROBS}]"),
+)
+_REAL_NUMBERS = (
+    ("temperature", 0.0, 2.0, "in [0, 2]"),
+    ("min_p", 0.0, 1.0, "in [0, 1]"),
+    ("presence_penalty", -2.0, 2.0, "in [-2, 2]"),
+    ("frequency_penalty", -2.0, 2.0, "in [-2, 2]"),
+)
+_POSITIVE_NUMBERS = (("top_p", 1.0, "in (0, 1]"), ("repetition_penalty", 10.0, "in (0, 10]"))
+
+
 def _check(condition: bool, param: str, expected: str, given: object) -> None:
     if not condition:
         raise InvalidRequest(f"{param} must be {expected}, got {_shown(given)}", param=param)
@@ -66,40 +84,33 @@ class SamplingParams:
         self._check_real_numbers()
         self._check_stop()
         self._check_constraints()
-        for name, high in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIASES)):
-            num_entries = len(getattr(self, name))
-            _check(num_entries <= high, name, f"of at most {high} entries", num_entries)
+        for name, given, high in (
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIASES),
+        ):
+            if len(given) > high:
+                _check(False, name, f"of at most {high} entries", len(given))
         for token_id, bias in self.logit_bias.items():
             is_good = math.isfinite(bias) and -100.0 <= bias <= 100.0
             _check(is_good, "logit_bias", "made of values in [-100, 100]", {token_id: bias})
 
     def _check_whole_numbers(self) -> None:
-        for name, low, high in (
-            ("max_tokens", 1, math.inf),
-            ("top_k", 0, MAX_TOP_K),
-            ("seed", 0, 2**SEED_BITS - 1),
-            ("choice_index", 0, 2**SEED_BITS - 1),
-            ("min_tokens", 0, math.inf),
-            ("logprobs", 0, MAX_TOP_LOGPROBS),
-        ):
+        for name, low, high, expected in _WHOLE_NUMBERS:
             value = getattr(self, name)
             if name == "logprobs" and value is None:
                 continue
-            expected = f"a whole number of at least {low}" if high == math.inf else f"a whole number in [{low}, {high}]"
-            _check(_is_int(value) and low <= value <= high, name, expected, value)
+            if not (_is_int(value) and low <= value <= high):
+                _check(False, name, expected, value)
 
     def _check_real_numbers(self) -> None:
-        for name, low, high in (
-            ("temperature", 0.0, 2.0),
-            ("min_p", 0.0, 1.0),
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-        ):
+        for name, low, high, expected in _REAL_NUMBERS:
             value = getattr(self, name)
-            _check(math.isfinite(value) and low <= value <= high, name, f"in [{low:g}, {high:g}]", value)
-        for name, high in (("top_p", 1.0), ("repetition_penalty", 10.0)):
+            if not low <= value <= high:  # not a number is in no range either
+                _check(False, name, expected, value)
+        for name, high, expected in _POSITIVE_NUMBERS:
             value = getattr(self, name)
-            _check(math.isfinite(value) and 0.0 < value <= high, name, f"in (0, {high:g}]", value)
+            if not 0.0 < value <= high:
+                _check(False, name, expected, value)
 
     def _check_stop(self) -> None:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
@@ -110,9 +121,8 @@ class SamplingParams:
             _check(_is_unicode(text), "stop", "made of valid Unicode strings (no unpaired surrogates)", text)
 
     def _check_constraints(self) -> None:
-        _check(
-            self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
-        )
+        if self.min_tokens > self.max_tokens:
+            _check(False, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         if self.grammar is not None and self.ignore_eos:
             raise InvalidRequest(
                 f"ignore_eos excludes {self.grammar.param}: end of text comes where the grammar allows it",

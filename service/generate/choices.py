@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from nsm_core.engine.request import (
     EndState,
@@ -126,7 +126,7 @@ class RequestGroup:
     def _divert(self) -> None:
         generation, record, show = self.choices[0].generation, self.choices[0].record, self._show
         self._show = None
-        if show is None or not isinstance(generation, Divertible):
+        if show is None or not hasattr(generation, "divert"):  # a check for the protocol takes far longer
             return
 
         def take(_ids: Sequence[int], texts: Sequence[str]) -> Write | None:
@@ -135,7 +135,7 @@ class RequestGroup:
                 record.tokens(len(texts))
             return write
 
-        generation.divert(take)
+        cast(Divertible, generation).divert(take)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """(choice index, delta), in order for each choice; deltas that are ready together come together.
@@ -222,8 +222,8 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
         event = final_event(event, choice)
         if event.end_state is not None and choice.save is not None:
             choice.save(event.end_state)
-        choice.end_state, choice.finished = event.end_state, dataclasses.replace(event, end_state=None)
-        event = choice.finished
+        choice.end_state = event.end_state
+        event = choice.finished = event if event.end_state is None else dataclasses.replace(event, end_state=None)
     elif isinstance(event, PromptState):
         if choice.save is not None:
             choice.save(event)
@@ -251,7 +251,7 @@ def submit_group(
             GenerationRequest(
                 request_id=f"{request_id}-{number}-{choice_index}",
                 prompt_ids=start.ids,
-                sampling=dataclasses.replace(spec.sampling, choice_index=choice_index),
+                sampling=spec.sampling_of(choice_index),
                 prompt_logprobs=spec.prompt_logprobs,
                 deadline=arrival.time + spec.timeout_s,
                 include_routing=spec.include_routing,

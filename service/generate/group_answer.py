@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 from nsm_core.engine.request import Finished
-from service.generate.choices import RequestGroup, chunk_usage
+from service.generate.choices import RequestGroup, chunk_usage, ends_of
 from service.generate.openai_format import Envelope, usage
-from service.generate.starting import ReturnedState, last_frames
+from service.generate.starting import ReturnedState
 from service.schemas.common import SamplingFields
-from service.web.sse import DirectText, PartWriter, TextFrame
+from service.web.sse import DirectText, PartWriter, TextFrame, frame
 
 
 class GroupAnswer:
@@ -51,13 +49,15 @@ class GroupAnswer:
             self.group.show_by(DirectText(self._writer, text, is_event_per_token=self._fields.is_event_per_token))
 
     async def _frames_without_choices(self) -> AsyncGenerator[bytes, None]:
-        """At the end of a stream: the state, then the usage, if they were asked for."""
-        chunk = partial(self._envelope.wrap, self._chunk_kind, [])
-        frames = last_frames(self._returned, self._fields, self.group, self._usage, chunk)
-        async with contextlib.aclosing(frames):
-            async for data in frames:
-                yield data
-                data = b""  # as in `until_done`
+        """At the end of a stream: the state, then the usage, if they were asked for. Nothing else holds the state while
+        its frame waits for the client.
+        """
+        has_usage = self._fields.has_usage_chunk
+        if self._returned is not None:
+            extra = {"usage": None} if has_usage else {}
+            yield frame(self._envelope.wrap(self._chunk_kind, [], **await self._state_field(), **extra))
+        if has_usage:
+            yield frame(self._envelope.wrap(self._chunk_kind, [], usage=self._usage(ends_of(self.group))))
 
     async def _state_field(self) -> dict[str, Any]:
         """The returned state, if it was asked for."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nsm_core.engine.request import Finished, FinishReason, TokenLogprob, joules_of
 from nsm_core.inspection.routing import LayerRouting
+from nsm_core.random_ids import random_id
 from nsm_core.stats import EnergyUse, add_energy
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 from service.generate.deltas import ScoredToken
@@ -30,7 +30,7 @@ class Envelope:
     @classmethod
     def new(cls, prefix: str, *, model: str, system_fingerprint: str) -> Envelope:
         """A fresh id, the time of now."""
-        identity = f"{prefix}-{uuid.uuid4().hex}"
+        identity = f"{prefix}-{random_id()}"
         return cls(id=identity, created=int(time.time()), model=model, system_fingerprint=system_fingerprint)
 
     def wrap(self, kind: str, choices: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:

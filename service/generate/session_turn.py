@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from starlette.responses import Response
 from nsm_core.engine.request import TokenEvent
 from nsm_core.engine.stream_pace import Write
 from nsm_core.errors import InvalidRequest
+from nsm_core.random_ids import random_id
 from service.deps import Arrival, Services
 from service.generate.completions import KIND, ChoiceText, text_piece
 from service.generate.deltas import Delta, DeltaBuilder
@@ -205,7 +205,7 @@ async def open_session_turn(
         services.backend.require_room()
     read = await _read_input(services, key, body)
     request = TurnRequest(
-        request_id=f"cmpl-{uuid.uuid4().hex}-{key.session_id}",
+        request_id=f"cmpl-{random_id()}-{key.session_id}",
         key=key,
         input_ids=read.ids,
         is_verbatim=isinstance(body.input, list),

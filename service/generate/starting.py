@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from nsm_core.engine.request import EndState, Finished
+from nsm_core.engine.request import EndState
 from nsm_core.errors import InvalidRequest, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.deps import Arrival, Services
-from service.generate.choices import RequestGroup, ends_of
 from service.named_states.making import end_file
 from service.named_states.start_state import StartState
 from service.prompts import Prompt
-from service.schemas.common import RequestSpec, SamplingFields
+from service.schemas.common import RequestSpec
 from service.stores.prefixes.resume import Start
 from service.transfer.session_file import encode_file
-from service.web.sse import frame
 
 
 async def find_state(services: Services, tenant: str, spec: RequestSpec, arrival: Arrival) -> StartState | None:
@@ -117,21 +114,3 @@ def returned_state(
 def ids_of(state: StartState) -> tuple[int, ...]:
     """What the state has read; a pending token is part of the request's own prompt."""
     return state.file.log_ids[: state.resume.position]
-
-
-async def last_frames(
-    returned: ReturnedState | None,
-    body: SamplingFields,
-    group: RequestGroup,
-    usage_of: Callable[[list[Finished]], dict[str, Any]],
-    chunk: Callable[..., dict[str, Any]],
-) -> AsyncGenerator[bytes, None]:
-    """Of the chunks without choices at the end of a stream: the state, then the usage, if they were asked for.
-
-    `chunk`: the object around their fields. Nothing else holds the state while its frame waits for the client.
-    """
-    if returned is not None:
-        extra = {"usage": None} if body.has_usage_chunk else {}
-        yield frame(chunk(state=await returned.object(group.take_end_state()), **extra))
-    if body.has_usage_chunk:
-        yield frame(chunk(usage=usage_of(ends_of(group))))

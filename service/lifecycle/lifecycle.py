@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 
 EXIT_INTERRUPTED = 130  # the status of a server that a second Ctrl+C ended
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
@@ -34,17 +32,20 @@ class Lifecycle:
         """Refuse new work; running work continues. Idempotent."""
         self._is_draining = True
 
-    @contextlib.contextmanager
-    def track(self) -> Iterator[None]:
+    def track(self) -> Tracked:
         """Around work that a stop waits for: a request, or a turn whose client has left."""
+        return Tracked(self)
+
+    def begin(self) -> None:
+        """A piece of work begins; `end` follows in every case."""
         self._num_active += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_active -= 1
-            if self._num_active == 0:
-                self._idle.set()
+
+    def end(self) -> None:
+        """A piece of work has ended."""
+        self._num_active -= 1
+        if self._num_active == 0:
+            self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether all tracked work ended within the time."""
@@ -54,3 +55,18 @@ class Lifecycle:
         except TimeoutError:
             return False
         return True
+
+
+class Tracked:
+    """One piece of work, inside `with`."""
+
+    __slots__ = ("_lifecycle",)
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    def __enter__(self) -> None:
+        self._lifecycle.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._lifecycle.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -14,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS
+from nsm_core.random_ids import random_bits
 from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
@@ -85,6 +85,10 @@ class RequestSpec:
         """The limit for new tokens of a choice."""
         return 0 if self.is_score_only else self.sampling.max_tokens
 
+    def sampling_of(self, choice_index: int) -> SamplingParams:
+        """Of one choice."""
+        return dataclasses.replace(self.sampling, choice_index=choice_index) if choice_index else self.sampling
+
 
 class RequestBody(BaseModel):
     """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence.
@@ -110,13 +114,13 @@ class RequestBody(BaseModel):
         for name, value in body.items():
             if value is None and name not in cls.nullable:
                 continue
-            if name in cls.ignored and name not in cls.model_fields:
+            if name in cls.ignored and name not in cls.__pydantic_fields__:
                 ignored_fields.check_ignored(name, value, cls.ignored[name])
             elif name in cls.unsupported:
                 if not any(is_same(value, empty) for empty in cls.unsupported[name]):
                     message = f"is not supported by this server, got {shown(value)}"
                     raise PydanticCustomError("unsupported_parameter", "{message}", {"name": name, "message": message})
-            elif name not in cls.model_fields:
+            elif name not in cls.__pydantic_fields__:
                 message = cls._unknown(name)
                 raise PydanticCustomError("unknown_parameter", "{message}", {"name": name, "message": message})
             else:
@@ -262,7 +266,7 @@ class SamplingFields(RequestBody):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={_bias_id(key, vocab_size): bias for key, bias in self.logit_bias.items()},
-            seed=secrets.randbits(SEED_BITS) if self.seed is None else seed_bits(self.seed),
+            seed=random_bits(SEED_BITS) if self.seed is None else seed_bits(self.seed),
             stop=(*self.stop, *template_stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,

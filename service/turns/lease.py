@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, TypeVar
 
 from nsm_core.errors import LeaseLost, NsmError, SessionBusy
+from nsm_core.random_ids import random_id
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.state.hot_states import HotState
@@ -236,7 +237,7 @@ class Leases:
 
         `hot`: the session's state that this process has. `start`, `max_records`: as for `SessionStore.acquire`.
         """
-        holder = f"{self._process}/{uuid.uuid4().hex}"
+        holder = f"{self._process}/{random_id()}"
         known = None if hot is None else hot.known
         asked = self._store.acquire(
             key, holder=holder, lease_s=self._lease_s, known=known, start=start, max_records=max_records

@@ -24,6 +24,7 @@ LINGER_S = 30.0  # maximum time for which a closed connection still drops incomi
 LINGER_IDLE_S = 2.0  # maximum time between two pieces of that data
 MAX_UNREAD_BYTES = 128 * 1024 * 1024  # of all answers that wait for their readers
 LARGE_BYTES = 2**20  # of one write
+JOINED_BYTES = 4096  # longer writes wait for no others
 TRIM_AFTER_S = 1.0  # after a connection with a large answer was lost
 
 logger = logging.getLogger("nsm.connections")
@@ -78,14 +79,18 @@ class HeldFlow(FlowControl):
 
 
 class ClosingTransport(asyncio.Transport):
-    """The connection's transport, whose `close` the protocol decides."""
+    """The connection's transport, whose `close` the protocol decides. Short writes of one turn of the event loop go
+    out together, such as a head and its body: each call of the system costs more than all that led to it.
+    """
 
-    __slots__ = ("_connection", "_transport", "largest_write", "write_uncounted")
+    __slots__ = ("_connection", "_loop", "_parts", "_transport", "largest_write", "write_uncounted")
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._transport = transport
         self._connection = weakref.ref(connection)
+        self._loop = connection.loop
+        self._parts: list[bytes | bytearray | memoryview] = []  # short writes that the next turn of the loop sends
         self.write_uncounted = transport.write  # for those who see to `largest_write`
         self.largest_write = 0  # bytes, since it was last set to 0: a transport keeps them until the last one is sent
 
@@ -101,9 +106,22 @@ class ClosingTransport(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if len(data) > self.largest_write:
             self.largest_write = len(data)
-        self._transport.write(data)
+        if len(data) > JOINED_BYTES:
+            self.flush()
+            self._transport.write(data)
+            return
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+
+    def flush(self) -> None:
+        """All writes so far are the transport's."""
+        if self._parts:
+            parts, self._parts = self._parts, []
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def abort(self) -> None:
+        self._parts.clear()
         self._transport.abort()
 
     def pause_reading(self) -> None:
@@ -134,6 +152,7 @@ class DirectWriter:
         if not cycle.chunked_encoding or cycle.flow.write_paused:
             return None
         transport: ClosingTransport = cycle.transport  # type: ignore[assignment]  # a Connection has no other
+        transport.flush()
         part = b"%x\r\n%b\r\n" % (len(data), data)
         transport.largest_write = max(transport.largest_write, len(part))
         self.num_parts += 1
@@ -243,6 +262,7 @@ class Connection(BoundedHead):
 
     def handle_websocket_upgrade(self) -> None:
         """From here on the connection is the WebSocket's own, whose writes are bounded by waiting for its reader."""
+        self._written.flush()
         self.transport = self._socket
         super().handle_websocket_upgrade()
 
@@ -272,6 +292,7 @@ class Connection(BoundedHead):
     def close(self) -> None:
         if self.is_closing():
             return
+        self._written.flush()
         if not (self._is_receiving or self._is_cut):
             self._socket.close()
             return

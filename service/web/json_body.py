@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import json
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi._compat import ModelField
+from fastapi._compat import ModelField, Undefined
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -27,6 +28,8 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
 from service.messages import HINT_CUTOFF, quoted
+from service.web.arguments import Arguments, arguments_of
+from service.web.headers import header
 
 INLINE_BYTES = 32 * 1024  # larger bodies are read on a thread
 MAX_PARTS = 150_000  # objects, lists and members of a body: 37,500 messages of two fields, more than a prompt may have
@@ -58,10 +61,21 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """For routers (`APIRouter(route_class=JsonRoute)`): bodies go through `parse`, not through `json.loads`."""
+    """For routers (`APIRouter(route_class=JsonRoute)`): bodies go through `parse`, not through `json.loads`.
+
+    `direct`: its handler without the framework; None for endpoints that need more of it.
+    """
+
+    direct: Handler | None = None
 
     def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
+        arguments = arguments_of(self.dependant)
+        if arguments is not None:
+            self.direct = self._reading(calling(arguments))
+        return self._reading(super().get_route_handler())
+
+    def _reading(self, handler: Handler) -> Handler:
+        """`handler`, which gets a JsonRequest where there is a body."""
         fields = self.dependant.query_params
         known = {field.alias for field in fields} | IGNORED_QUERY
         whole = {field.alias for field in fields if field.field_info.annotation in (int, int | None)}
@@ -73,17 +87,18 @@ class JsonRoute(APIRoute):
         others = tuple((self.openapi_extra or {}).get("requestBody", {}).get("content", {}))
 
         async def parse_then_handle(request: Request) -> Response:
-            check_query(request.query_params.multi_items(), known, whole)
-            check_encoding(request.headers.get("content-encoding", ""))
+            if request.scope["query_string"]:
+                check_query(request.query_params.multi_items(), known, whole)
+            check_encoding(header(request.scope, b"content-encoding"))
             if body_field is not None:
                 raw = await request.body()
                 if raw or body_field.field_info.is_required():
-                    check_content_type(request.headers.get("content-type", ""), others)
+                    check_content_type(header(request.scope, b"content-type"), others)
                     is_large = len(raw) > INLINE_BYTES
                     value = await asyncio.to_thread(read_large, raw, body_field) if is_large else parse(raw)
                     request = JsonRequest(request, raw, value)
             elif has_no_fields and (raw := await request.body()):
-                check_content_type(request.headers.get("content-type", ""))
+                check_content_type(header(request.scope, b"content-type"))
                 is_large = len(raw) > INLINE_BYTES
                 check_no_fields(await asyncio.to_thread(parse_large, raw) if is_large else parse(raw))
             try:
@@ -95,6 +110,17 @@ class JsonRoute(APIRoute):
                 return await handler(exact)
 
         return parse_then_handle
+
+
+def calling(arguments: Arguments) -> Handler:
+    """Calls an endpoint that answers with a Response itself."""
+
+    async def handler(request: Request) -> Response:
+        body = await request.json() if isinstance(request, JsonRequest) and request.raw else Undefined
+        response: Response = await arguments.call(**await arguments.of(request, body))
+        return response
+
+    return handler
 
 
 def with_whole_numbers(request: Request, error: RequestValidationError) -> JsonRequest | None:
@@ -203,20 +229,28 @@ def count_parts(raw: bytes) -> int:
     return int(np.count_nonzero(num_quotes_before % 2 == 0))  # the others stand in strings
 
 
-def check_content_type(value: str, others: Sequence[str] = ()) -> None:
+def check_content_type(value: str, others: tuple[str, ...] = ()) -> None:
     """Raises HTTPException 415 for all but JSON, so that no web page can post to a local server as a plain form.
 
     `others`: types that are taken at the same path elsewhere, for the message.
     """
+    problem = _problem_with(value, others)
+    if problem is not None:
+        raise HTTPException(415, problem)
+
+
+@functools.lru_cache(maxsize=64)  # clients send one of a few
+def _problem_with(value: str, others: tuple[str, ...]) -> str | None:
     message = Message()
     message["content-type"] = value or "none/none"
     subtype = message.get_content_subtype()
     if message.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         *first, last = ("application/json", *others)
         allowed = f"{', '.join(first)} or {last}" if first else last
-        raise HTTPException(415, f"the Content-Type must be {allowed}, got {value or 'none'}")
+        return f"the Content-Type must be {allowed}, got {value or 'none'}"
     if message.get_content_charset("utf-8") not in UTF8_NAMES:
-        raise HTTPException(415, f"the Content-Type must have no charset but utf-8, got {value}")
+        return f"the Content-Type must have no charset but utf-8, got {value}"
+    return None
 
 
 def check_encoding(value: str) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nsm_core.control_group import MemoryWatch
 from nsm_core.errors import EngineDead, Overloaded
 from service.backends.base import InferenceBackend
 from service.web.errors import answer
+from service.web.headers import has_header
 
 # POST there needs the engine. A session's turn may be a retry, which only its body shows, so it is refused later.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"})
@@ -53,7 +53,7 @@ class ShedLoad:
             return Overloaded("the server is short of memory: try again later")  # or the kernel ends it
         if self.backend is None or scope["path"] not in GENERATING:
             return None
-        if "idempotency-key" in Headers(scope=scope):
+        if has_header(scope, b"idempotency-key"):
             return None
         try:
             self.backend.require_room()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from nsm_core.random_ids import random_id
 from service.lifecycle.lifecycle import Lifecycle
 from service.served_models import holding_models
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.request_context import ARRIVAL, CurrentRequest, answering
 from service.web.errors import answer, report
+from service.web.headers import header
 from service.web.live_body import is_live
 
 access_logger = logging.getLogger("nsm.access")
@@ -29,13 +29,14 @@ MAX_LARGE_BODIES = 32  # of the largest size, that are held at once
 FILES_PATH = "/v1/files"
 FREE_BODY_BYTES = 64 * 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
+PLAIN = re.compile(r"[!#-<>-~]+")  # a value that a line of the log has without quotes
 # Defaults of every answer: not cached, not shown in a frame of another host, and no scripts if opened in a browser.
-HEADERS = {
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
+HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
 PING_S = 15.0  # silence after which a stream sends a comment, so that proxies keep it open
 CLIENT_LEFT = 499  # nginx's number for it: only in logs and metrics
 
@@ -54,7 +55,7 @@ class RequestContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            request_id = f"req_{uuid.uuid4().hex}"
+            request_id = f"req_{random_id()}"
             scope.setdefault("state", {})["request_id"] = request_id
             with answering(request_id):
                 await self.app(scope, receive, send)
@@ -64,8 +65,8 @@ class RequestContext:
             return
         state = scope.setdefault("state", {})
         arrival: float = state.setdefault(ARRIVAL, time.monotonic())
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        given = header(scope, b"x-request-id")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req_{random_id()}"
         state.update(request_id=request_id, send_part=send, stream_ping_s=PING_S)
         status = CLIENT_LEFT
 
@@ -73,10 +74,7 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(raw=message["headers"])
-                headers["x-request-id"] = request_id
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
+                add_headers(message["headers"], request_id)
             await send(message)
 
         with answering(request_id) as request:
@@ -89,6 +87,8 @@ class RequestContext:
     def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:
         route = path_template(scope, self.routes)
         self.metrics.requests.http_answered(method=scope["method"], route=route, status=status, error=request.error)
+        if not access_logger.isEnabledFor(logging.INFO):
+            return
         caller = scope["state"].get("caller")
         who = {} if caller is None or caller.key_id is None else {"tenant": caller.tenant, "key": caller.key_id}
         fields = {
@@ -171,22 +171,23 @@ class BodyMemory:
         self.max_bytes = max_bytes
         self.num_held = 0
 
-    @contextlib.contextmanager
-    def share(self) -> Iterator[BodyShare]:
-        """What one body holds, until its request ends."""
-        share = BodyShare(self)
-        try:
-            yield share
-        finally:
-            self.num_held -= share.num_held
+    def share(self) -> BodyShare:
+        """What one body holds, inside `with`."""
+        return BodyShare(self)
 
 
 class BodyShare:
-    """One body's part of the memory."""
+    """One body's part of the memory, until its request ends."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self.num_held = 0
         self._memory = memory
+
+    def __enter__(self) -> BodyShare:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._memory.num_held -= self.num_held
 
     def grow(self, num_bytes: int) -> None:
         """The body has `num_bytes` by now. Raises Overloaded if all bodies together have too many."""
@@ -224,16 +225,15 @@ class Body:
             return
         with self.memory.share() as share:
             max_bytes = self.max_file_bytes if scope.get("path") == FILES_PATH else self.max_bytes
-            body = await self._read(Headers(scope=scope), receive, share, max_bytes)
+            body = await self._read(header(scope, b"content-length"), receive, share, max_bytes)
             if body is not None:
                 await WatchedRequest(body, receive, send).run(self.app, scope)
 
-    async def _read(self, headers: Headers, receive: Receive, share: BodyShare, max_bytes: int) -> bytes | None:
-        """The whole body, or None when the client left first.
+    async def _read(self, length: str, receive: Receive, share: BodyShare, max_bytes: int) -> bytes | None:
+        """The whole body, or None when the client left first. `length`: what its header says.
 
         Raises BodyTooLarge before the excess is read, BodyTooSlow, or Overloaded.
         """
-        length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
             raise BodyTooLarge(f"the body must have at most {max_bytes} bytes, got {length[:24]}")
         chunks: list[bytes] = []
@@ -269,24 +269,24 @@ class WatchedRequest:
         self._receive = receive
         self._send = send
         self._is_complete = False
+        self._has_cancelled = False  # the task of the request
         self._has_left = asyncio.Event()
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        work = asyncio.ensure_future(app(scope, self.receive, self.send))
-        watch = asyncio.create_task(self._watch())
+        """In the task that calls it, which is cancelled when the client leaves; that ends here."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a request is handled in a task")
+        watch = asyncio.create_task(self._watch(task))
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if self._has_left.is_set() and not work.done():
-                work.cancel()
-            await asyncio.wait((work,))
-        except asyncio.CancelledError:  # the server itself gives this request up
-            work.cancel()
-            await asyncio.wait((work,))
-            raise
+            await app(scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            if not self._has_cancelled or task.cancelling() > 1:
+                raise  # the server itself gives this request up
         finally:
             watch.cancel()
-        if not work.cancelled():
-            work.result()
+            if self._has_cancelled:
+                task.uncancel()
 
     async def receive(self) -> Message:
         """For the application: the body once, then nothing until the client leaves."""
@@ -302,11 +302,22 @@ class WatchedRequest:
             self._is_complete = True
         await self._send(message)
 
-    async def _watch(self) -> None:
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._is_complete:
             self._has_left.set()
+            self._has_cancelled = True
+            task.cancel()
+
+
+def add_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> None:
+    """To those of an answer, which keep their own values but for the id."""
+    given = {name for name, _ in headers}
+    if b"x-request-id" in given:
+        headers[:] = [item for item in headers if item[0] != b"x-request-id"]
+    headers.append((b"x-request-id", request_id.encode("latin-1")))
+    headers += [item for item in HEADERS if item[0] not in given]
 
 
 def path_template(scope: Scope, routes: Sequence[BaseRoute]) -> str:
@@ -323,4 +334,4 @@ def logfmt(fields: Mapping[str, object]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return text if re.fullmatch(r"[!#-<>-~]+", text) else json.dumps(text)
+    return text if PLAIN.fullmatch(text) else json.dumps(text)

@@ -7,6 +7,7 @@ Cross-site requests: a page of another origin sends a request whose answer it ca
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Collection
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nsm_core.errors import Forbidden, InvalidRequest, MisdirectedRequest
+from service.web.headers import has_header
 
 ANY = "*"
 NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")  # underscores: services of Compose have them
@@ -37,7 +39,8 @@ class RequireHost:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            self._check(Headers(scope=scope).getlist("host"), scope["http_version"])
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            self._check(given, scope["http_version"])
         await self.app(scope, receive, send)
 
     def _check(self, given: list[str], http_version: str) -> None:
@@ -69,15 +72,15 @@ class RequireOwnOrigin:
         self.origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] not in SAFE_METHODS):
-            self._check(Headers(scope=scope))
+        if is_checked(scope) and (has_header(scope, b"origin") or has_header(scope, b"sec-fetch-site")):
+            self._check(Headers(scope=scope))  # programs send neither
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers) -> None:
         """Raises Forbidden."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if site in OWN_PAGES or (origin is None and site is None):
-            return  # the browser says so, or there is none
+        if site in OWN_PAGES:
+            return  # the browser says so
         if origin is not None and (
             ANY in self.origins or origin in self.origins or is_same_host(origin, headers.get("host", ""))
         ):
@@ -89,6 +92,12 @@ class RequireOwnOrigin:
         )
 
 
+def is_checked(scope: Scope) -> bool:
+    """Whether its origin matters."""
+    return scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] not in SAFE_METHODS)
+
+
+@functools.lru_cache(maxsize=256)  # clients send one of a few
 def host_name(value: str) -> str | None:
     """The name or address of a Host header in lower case, without its port; None if it is neither."""
     try:
@@ -101,6 +110,7 @@ def host_name(value: str) -> str | None:
     return host if is_bare and (NAME.fullmatch(host) or is_address(host)) else None
 
 
+@functools.lru_cache(maxsize=256)
 def is_address(host: str) -> bool:
     """Whether `host` is an IPv4 or IPv6 address."""
     try:

@@ -124,32 +124,33 @@ class EventStream(Response):
         self.init_headers(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.AsyncExitStack() as stack:
+        try:
+            async with contextlib.aclosing(self.frames):
+                await self._send_all(scope, send)
+        finally:
             if self.on_close is not None:
-                stack.callback(self.on_close)
-            await stack.enter_async_context(contextlib.aclosing(self.frames))
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            state = scope.get("state", {})
-            writer: PartWriter | None = state.get("part_writer")
-            pacer = Pacer(state.get("send_part", send), state.get("stream_ping_s", 0.0), writer)
-            if self.on_open is not None and writer is not None:
-                self.on_open(writer)
-            pinger = asyncio.create_task(pacer.ping_when_idle())
-            try:
-                async for data in self.frames:
-                    await pacer.send(data)
-                    data = b""  # as in `until_done`
-                    if pacer.num_sent % PARTS_AT_ONCE == 0:
-                        await asyncio.sleep(0)  # a busy stream yields to others, and to a cancel
-            finally:
-                pinger.cancel()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                self.on_close()
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        state = scope.get("state", {})
+        writer: PartWriter | None = state.get("part_writer")
+        if self.on_open is not None and writer is not None:
+            self.on_open(writer)
+        with Pacer(state.get("send_part", send), state.get("stream_ping_s", 0.0), writer) as pacer:
+            async for data in self.frames:
+                await pacer.send(data)
+                data = b""  # as in `until_done`
+                if pacer.num_sent % PARTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # a busy stream yields to others, and to a cancel
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Pacer:
-    """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open.
+    """Sends body parts, and inside `with` comments during silences. Clients ignore comments; proxies keep the
+    connection open.
 
-    `writer`: sends parts of the same body as well, between those of the task.
+    `interval_s`: 0 for no comments. `writer`: sends parts of the same body as well, between those of the task.
     """
 
     def __init__(self, send: Send, interval_s: float, writer: PartWriter | None = None) -> None:
@@ -158,6 +159,20 @@ class Pacer:
         self._interval_s = interval_s
         self._is_sending = False
         self._num_own = 0
+        self._num_at_timer = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Pacer:
+        if self._interval_s:
+            self._start_timer()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ping is not None:
+            self._ping.cancel()
 
     @property
     def num_sent(self) -> int:
@@ -175,10 +190,16 @@ class Pacer:
         if self._writer is not None:
             self._writer.is_held = is_sending
 
-    async def ping_when_idle(self) -> None:
-        """Runs until cancelled, or not at all without an interval. No ping while a frame waits for a slow reader."""
-        while self._interval_s:
-            num_sent = self.num_sent
-            await asyncio.sleep(self._interval_s)
-            if num_sent == self.num_sent and not self._is_sending:
-                await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+    def _start_timer(self) -> None:
+        self._num_at_timer = self.num_sent
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
+
+    def _end_interval(self) -> None:
+        """No ping while a frame waits for a slow reader, nor another while one does."""
+        is_waiting = self._is_sending or (self._ping is not None and not self._ping.done())
+        if self._num_at_timer == self.num_sent and not is_waiting:
+            self._ping = asyncio.create_task(self._send_ping())
+        self._start_timer()
+
+    async def _send_ping(self) -> None:
+        await self._send({"type": "http.response.body", "body": PING, "more_body": True})

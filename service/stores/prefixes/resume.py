@@ -71,6 +71,8 @@ class Start:
     def apply(self, request: GenerationRequest) -> GenerationRequest:
         """`request`, which reads the whole prompt, as one that starts here."""
         is_first = request.sampling.choice_index == 0
+        if self.resume is None and not (is_first and (self.positions or self.has_end)):
+            return request  # as nearly all, which read all of a short prompt
         return dataclasses.replace(
             request,
             prompt_ids=self.ids[self.position :],

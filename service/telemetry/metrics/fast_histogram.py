@@ -1,4 +1,4 @@
-"""A histogram for values that come with every token."""
+"""Histograms for values that come with every token or every request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from service.telemetry.metrics.shared import is_shared
 
 def repeated_histogram(
     name: str, text: str, *, buckets: Sequence[float], registry: CollectorRegistry
-) -> FastHistogram | SharedHistogram:
-    """A histogram for values that come with every token: of this process, or of all that share their numbers."""
+) -> RepeatedHistogram:
+    """A histogram for values that come often: of this process, or of all that share their numbers."""
     kind = SharedHistogram if is_shared() else FastHistogram
     return kind(name, text, buckets=buckets, registry=registry)
 
 
 class SharedHistogram:
-    """The library's, whose numbers other processes see. They are written there by `refresh`: for each token it would
+    """The library's, whose numbers other processes see. They are written there by `refresh`: for each value it would
     cost more than all else that the metrics do.
     """
 
@@ -78,3 +78,6 @@ class FastHistogram(Collector):
             name = floatToGoString(bound)  # type: ignore[no-untyped-call]
             buckets.append((name, float(total)))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+RepeatedHistogram = FastHistogram | SharedHistogram

@@ -22,8 +22,8 @@ class PrefixMetrics:
         self._resume = Counter(
             "nsm_prefix_resume_total", "Stateless prompts by where they started from.", ["outcome"], registry=registry
         )
-        for outcome in get_args(PrefixOutcome):  # each is there from the start, also one that never comes
-            self._resume.labels(outcome)
+        # each is there from the start, also one that never comes
+        self._resume_of = {outcome: self._resume.labels(outcome) for outcome in get_args(PrefixOutcome)}
         self._queries = Counter(
             "nsm_prefix_cache_queries_total", "Tokens of prompts that a stored beginning was looked for.",
             registry=registry,
@@ -40,7 +40,7 @@ class PrefixMetrics:
         )  # fmt: skip
 
     def resumed(self, outcome: PrefixOutcome) -> None:
-        self._resume.labels(outcome).inc()
+        self._resume_of[outcome].inc()
 
     def looked_up(self, seconds: float, *, num_tokens: int, num_resumed: int) -> None:
         self._fetch.observe(seconds)

@@ -6,14 +6,15 @@ A "request" is one call to the engine: a body with n=2 and two prompts makes fou
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
 from nsm_core.engine.request import Finished, Timings
 from service.telemetry.metrics.buckets import CHOICES, JOULES, SECONDS, TOKENS
-from service.telemetry.metrics.fast_histogram import repeated_histogram
+from service.telemetry.metrics.fast_histogram import RepeatedHistogram, repeated_histogram
 
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
 Rejection = Literal["invalid_api_key", "rate_limit", "concurrency_limit", "session_quota", "byte_quota"]
@@ -24,24 +25,23 @@ class RequestMetrics:
     """The gateway's requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._histograms: list[RepeatedHistogram] = []
         self._register_latencies(registry)
         self._register_sizes(registry)
         self._register_ends(registry)
 
     def _register_latencies(self, registry: CollectorRegistry) -> None:
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"nsm_{name}_seconds", text, buckets=SECONDS, registry=registry)
+        def seconds(name: str, text: str) -> RepeatedHistogram:
+            return self._repeated(f"nsm_{name}_seconds", text, buckets=SECONDS, registry=registry)
 
         self.time_to_first_token = seconds(
             "time_to_first_token",
             "Arrival at the gateway to the first text handed to the client's connection; without streaming, to the "
             "first text that reached the gateway. One sample for each request that delivered at least one token.",
         )
-        self.inter_token_latency = repeated_histogram(
-            "nsm_inter_token_latency_seconds",
+        self.inter_token_latency = seconds(
+            "inter_token_latency",
             "Gap between two tokens of one request, as they reach the gateway; those of one event have no gap.",
-            buckets=SECONDS,
-            registry=registry,
         )
         self.time_per_output_token = seconds(
             "time_per_output_token",
@@ -54,8 +54,8 @@ class RequestMetrics:
         self._decode = seconds("request_decode_time", "From the first token sampled to the end.")
 
     def _register_sizes(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"nsm_request_{name}", text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> RepeatedHistogram:
+            return self._repeated(f"nsm_request_{name}", text, buckets=buckets, registry=registry)
 
         self._prompt_tokens = histogram(
             "prompt_tokens", "Tokens each request stood on, those of a resumed state included.", TOKENS
@@ -77,13 +77,14 @@ class RequestMetrics:
             "Requests that ended, by reason; abort_before_first_token: cancelled before anything was delivered.",
             "finished_reason",
         )
-        for reason in get_args(EndReason):  # each is there from the start, also one that never comes
-            self._success.labels(reason)
+        # each is there from the start, also one that never comes
+        self._success_of = {reason: self._success.labels(reason) for reason in get_args(EndReason)}
         self._http_requests = counter(
             "http_requests_total",
             "HTTP requests by route template and status; 499: the client left first.",
             "method", "route", "status",
         )  # fmt: skip
+        self._http_requests_of = functools.cache(self._http_requests.labels)
         self._errors = counter(
             "errors_total", "HTTP requests whose answer was an error, or whose stream ended in one, by its code.",
             "code",
@@ -96,9 +97,17 @@ class RequestMetrics:
         for rejection in get_args(Rejection):
             self._rejected.labels(rejection)
 
+    def _repeated(
+        self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry
+    ) -> RepeatedHistogram:
+        histogram = repeated_histogram(name, text, buckets=buckets, registry=registry)
+        self._histograms.append(histogram)
+        return histogram
+
     def refresh(self) -> None:
         """Before each exposition."""
-        self.inter_token_latency.refresh()
+        for histogram in self._histograms:
+            histogram.refresh()
 
     def start(self, *, arrival: float) -> RequestRecord:
         """For every request that the engine admitted; `arrival` is a `time.monotonic()` reading."""
@@ -110,7 +119,7 @@ class RequestMetrics:
 
     def http_answered(self, *, method: str, route: str, status: int, error: str | None) -> None:
         """`route` is a template of ours, never a path as it was sent; `error` a code of `service.web.errors`."""
-        self._http_requests.labels(method if method in METHODS else "other", route, str(status)).inc()
+        self._http_requests_of(method if method in METHODS else "other", route, str(status)).inc()
         if error is not None:
             self._errors.labels(error).inc()
 
@@ -119,7 +128,7 @@ class RequestMetrics:
 
     def ended(self, reason: EndReason, finished: Finished | None) -> None:
         """Once for each request. `finished`: the engine's last event; None if nobody waited for it."""
-        self._success.labels(reason).inc()
+        self._success_of[reason].inc()
         if finished is None:
             return
         if finished.prompt_tokens:

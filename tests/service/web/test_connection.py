@@ -21,7 +21,14 @@ from service.generate import starting
 from service.generate.choices import RequestGroup
 from service.transfer.session_file import SessionFile
 from service.web import connection
-from service.web.connection import MAX_PIPELINED, Connection, DirectWriter, connection_class
+from service.web.connection import (
+    JOINED_BYTES,
+    MAX_PIPELINED,
+    ClosingTransport,
+    Connection,
+    DirectWriter,
+    connection_class,
+)
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
 from tests.support.live_server import serving
@@ -295,3 +302,31 @@ async def test_X27_each_request_of_a_connection_has_its_own_arrival() -> None:
         asked_at = time.monotonic()
         assert (await client.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
         assert 0 < server.metric("nsm_time_to_first_token_seconds_sum") < time.monotonic() - asked_at
+
+
+class Written:
+    """A transport that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.parts.append(bytes(data))
+
+
+async def test_short_writes_of_one_turn_go_out_together_and_in_order() -> None:
+    socket, owner = Written(), Connection.__new__(Connection)
+    owner.loop = asyncio.get_running_loop()
+    transport = ClosingTransport(socket, owner)  # type: ignore[arg-type]  # as far as writes go
+    for part in (b"head", b"body"):
+        transport.write(part)
+    assert socket.parts == []
+    await asyncio.sleep(0)
+    assert socket.parts == [b"headbody"]
+    large = b"x" * (JOINED_BYTES + 1)
+    for part in (b"1", large, b"2", b"3"):
+        transport.write(part)
+    assert socket.parts[1:] == [b"1", large]  # it waits for nothing
+    transport.flush()
+    await asyncio.sleep(0)
+    assert socket.parts[3:] == [b"23"]
