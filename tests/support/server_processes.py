@@ -15,8 +15,10 @@ import httpx
 import psutil
 
 from tests.support.control_groups import inside
+from tests.support.forked_processes import ForkedProcess, forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+Process = ForkedProcess | asyncio.subprocess.Process
 URL = re.compile(r"serving .* on (http://[^\s,]+)")
 # As `nsm serve` does, and without what only other commands import
 SERVE = """
@@ -31,7 +33,7 @@ run(load_settings())
 class Server:
     """One process and a client of it. `start`: what it logged until it served."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient, start: str) -> None:
+    def __init__(self, process: Process, client: httpx.AsyncClient, start: str) -> None:
         self.process = process
         self.client = client
         self.start = start
@@ -102,26 +104,33 @@ async def running(
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NSM_")}
     settings = {"DATA_DIR": data_dir, "PORT": 0, "GRACE_S": 1, **backend_settings, **changes}
     environment.update({f"NSM_{name}": str(value) for name, value in settings.items()})
-    command: tuple[str, ...] = (sys.executable, "-c", SERVE)
-    if group is not None:
-        command = inside(group, *command)
-    process = await asyncio.create_subprocess_exec(
+    async with forked(environment) if group is None else executed(environment, group) as process:
+        try:
+            assert process.stderr is not None
+            start = await read_start(process.stderr)
+            url = url_in(start)
+            async with (
+                asyncio.TaskGroup() as tasks,
+                httpx.AsyncClient(base_url=url, timeout=60.0, verify=False) as client,
+            ):
+                tasks.create_task(process.stderr.read())  # a full pipe would stop the server
+                yield Server(process, client, start)
+                stop(process)
+        finally:
+            stop(process)
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def executed(environment: Mapping[str, str], group: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """In a control group, from its first instruction on."""
+    command = inside(group, sys.executable, "-c", SERVE)
+    yield await asyncio.create_subprocess_exec(
         *command, cwd=REPOSITORY, env=environment, stderr=asyncio.subprocess.PIPE
     )
-    assert process.stderr is not None
-    try:
-        start = await read_start(process.stderr)
-        url = url_in(start)
-        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url, timeout=60.0) as client:
-            tasks.create_task(process.stderr.read())  # a full pipe would stop the server
-            yield Server(process, client, start)
-            stop(process)
-    finally:
-        stop(process)
-        await process.wait()
 
 
-def stop(process: asyncio.subprocess.Process) -> None:
+def stop(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):  # killed by the test
         process.terminate()
 
