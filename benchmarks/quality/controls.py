@@ -64,6 +64,8 @@ ARMS = {
     "keyed slots, routes of one token": "--layer-pattern oooW",
     "Gated DeltaNet": "--layer-pattern gggW --mlp-hidden 1088",
     "Gated DeltaNet without convolutions": "--layer-pattern qqqW --mlp-hidden 1088",
+    "Mamba-2": "--layer-pattern mmmW --mlp-hidden 1536",
+    "windows of 434 tokens": "--layer-pattern W --window 434 --mlp-hidden 2048",
     # not compiled: their exchanges and gates are loops, which take minutes to compile
     "slot memory": "--layer-pattern NNNW --mlp-hidden 1416 --no-compile",
     "slot memory, a third communicates": "--layer-pattern NNCW --mlp-hidden 1410 --no-compile",

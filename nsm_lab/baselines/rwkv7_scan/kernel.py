@@ -107,9 +107,10 @@ def run_forward(inputs: list[Tensor], start: Tensor, reset: Tensor | None) -> li
     batch, num_tokens, heads, width = inputs[0].shape
     y, found, last = torch.empty_like(inputs[0]), torch.empty_like(inputs[0]), torch.empty_like(start)
     states = start.new_empty(batch * heads, num_tokens // CHUNK, width, width)
-    _forward[batch * heads, width // COLUMNS](
-        *inputs, start, reset, y, found, states, last, num_tokens, **_constants(heads, width, reset)
-    )
+    with torch.cuda.device_of(y):  # kernels start on the current device, which need not be the tensors'
+        _forward[batch * heads, width // COLUMNS](
+            *inputs, start, reset, y, found, states, last, num_tokens, **_constants(heads, width, reset)
+        )
     return [y, found, states, last]
 
 
@@ -121,10 +122,11 @@ def run_backward(
     parts = width // COLUMNS
     d_r, d_w, d_k, d_a, d_b = (d_y.new_empty(parts, *d_y.shape) for _ in range(5))
     d_v, d_start = torch.empty_like(d_y), torch.empty_like(d_last)
-    _backward[batch * heads, parts](
-        *inputs, reset, d_y, d_last, found, states, d_r, d_w, d_k, d_v, d_a, d_b, d_start, num_tokens, d_y.numel(),
-        **_constants(heads, width, reset),
-    )  # fmt: skip
+    with torch.cuda.device_of(d_y):
+        _backward[batch * heads, parts](
+            *inputs, reset, d_y, d_last, found, states, d_r, d_w, d_k, d_v, d_a, d_b, d_start, num_tokens, d_y.numel(),
+            **_constants(heads, width, reset),
+        )  # fmt: skip
     return [d_r.sum(0), d_w.sum(0), d_k.sum(0), d_v, d_a.sum(0), d_b.sum(0), d_start]
 
 
