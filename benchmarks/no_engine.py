@@ -42,7 +42,7 @@ class NoEngine:
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
         self._tagged = TaggedRows(self._ids)
         self.may_overlap = True  # so that it is asked for its arrays
-        self.is_preparing = False
+        self.is_preparing = False  # which older checkouts ask for
         self.grammars = grammars(tokenizer)
         self.interrupt = threading.Event()  # which nothing waits for: steps here are short
 
@@ -55,6 +55,10 @@ class NoEngine:
 
     def rest(self) -> None:
         """There is no memory to give back."""
+
+    def rest_due_s(self, most: float) -> float:
+        """Nothing is left to prepare."""
+        return most
 
     def stats(self) -> Any:
         return dataclasses.replace(self._stats)

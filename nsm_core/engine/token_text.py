@@ -43,9 +43,16 @@ class TokenText:
             return TokenEvent(index=self._num_tokens, token_id=reported, text=self._text(reported))
         if isinstance(reported, TokenEvent):
             (text,) = self.texts((reported.token_id,))
-            return dataclasses.replace(reported, text=text)
+            return TokenEvent(
+                index=reported.index,
+                token_id=reported.token_id,
+                text=text,
+                logprob=reported.logprob,
+                routing=reported.routing,
+            )
         if isinstance(reported, Finished):
-            return dataclasses.replace(reported, text=self._rest + self._output.finish())
+            text = self._rest + self._output.finish()
+            return dataclasses.replace(reported, text=text) if text != reported.text else reported
         return reported
 
     def _text(self, token_id: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from nsm_core.engine.event_queue import TakeTokens
 from nsm_core.engine.request import Event, GenerationRequest, NamedState
@@ -145,7 +145,11 @@ class HasDevices(Protocol):
     def device_stats(self) -> list[DeviceStats]: ...
 
 
-@runtime_checkable
+def holder_of(backend: InferenceBackend) -> HoldsStates | None:
+    """The backend, if its engine can hold states. A turn asks often, and a check for the protocol takes too long."""
+    return cast(HoldsStates, backend) if hasattr(backend, "fetch_state") else None
+
+
 class HoldsStates(Protocol):
     """What a backend has besides, if its engine can hold states between requests (`GenerationRequest.hold_state`)."""
 

@@ -11,7 +11,7 @@ from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import Generation, HoldsStates, InferenceBackend
+from service.backends.base import Generation, InferenceBackend, holder_of
 
 
 class DelegatingBackend:
@@ -49,25 +49,28 @@ class DelegatingBackend:
 
     @property
     def holds_states(self) -> bool:
-        return isinstance(self._backend, HoldsStates) and self._backend.holds_states
+        holder = holder_of(self._backend)
+        return holder is not None and holder.holds_states
 
     async def fetch_state(self, number: int) -> bytes | None:
-        return await self._backend.fetch_state(number) if isinstance(self._backend, HoldsStates) else None
+        holder = holder_of(self._backend)
+        return None if holder is None else await holder.fetch_state(number)
 
     async def find_state(self, name: str) -> NamedState | None:
-        return await self._backend.find_state(name) if isinstance(self._backend, HoldsStates) else None
+        holder = holder_of(self._backend)
+        return None if holder is None else await holder.find_state(name)
 
     def name_state(self, name: str, number: int, about: bytes) -> None:
-        if isinstance(self._backend, HoldsStates):
-            self._backend.name_state(name, number, about)
+        if (holder := holder_of(self._backend)) is not None:
+            holder.name_state(name, number, about)
 
     def forget_state(self, name: str) -> None:
-        if isinstance(self._backend, HoldsStates):
-            self._backend.forget_state(name)
+        if (holder := holder_of(self._backend)) is not None:
+            holder.forget_state(name)
 
     def drop_state(self, number: int) -> None:
-        if isinstance(self._backend, HoldsStates):
-            self._backend.drop_state(number)
+        if (holder := holder_of(self._backend)) is not None:
+            holder.drop_state(number)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from nsm_core.state.snapshot import Snapshot, SnapshotHeader
-from service.backends.base import HoldsStates, InferenceBackend
+from service.backends.base import InferenceBackend, holder_of
 from service.state.hot_states import HotState
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
@@ -38,13 +38,15 @@ class EngineHeld:
     @property
     def is_used(self) -> bool:
         """Whether turns leave their states with the engine. Known once the backend has started."""
-        return isinstance(self._backend, HoldsStates) and self._backend.holds_states
+        holder = holder_of(self._backend)
+        return holder is not None and holder.holds_states
 
     async def find(self, key: SessionKey, *, now: float) -> HotState | None:
         """The state that any gateway of the engine left last for the session. `now`: a `time.monotonic()` reading."""
-        if not isinstance(self._backend, HoldsStates):
+        holder = holder_of(self._backend)
+        if holder is None:
             return None
-        found = await self._backend.find_state(_name(key))
+        found = await holder.find_state(_name(key))
         if found is None:
             return None
         about = _decoder.decode(found.about)
@@ -54,24 +56,27 @@ class EngineHeld:
         """The same with its bytes; None if the engine does not hold it any more."""
         if snapshot.held is None:
             return snapshot
-        if not isinstance(self._backend, HoldsStates):
+        holder = holder_of(self._backend)
+        if holder is None:
             return None
-        state = await self._backend.fetch_state(snapshot.held)
+        state = await holder.fetch_state(snapshot.held)
         return None if state is None else Snapshot(snapshot.header, state)
 
     def put(self, hot: HotState) -> None:
         """The session's newest state, if the engine holds it; otherwise it has none there from now on."""
-        if not isinstance(self._backend, HoldsStates) or not self.is_used:
+        holder = holder_of(self._backend)
+        if holder is None or not holder.holds_states:
             return
         if hot.snapshot.held is None:
             self.forget(hot.head.key)
         else:
             about = _encoder.encode(_About(hot.head, hot.snapshot.header))
-            self._backend.name_state(_name(hot.head.key), hot.snapshot.held, about)
+            holder.name_state(_name(hot.head.key), hot.snapshot.held, about)
 
     def forget(self, key: SessionKey) -> None:
-        if isinstance(self._backend, HoldsStates) and self.is_used:
-            self._backend.forget_state(_name(key))
+        holder = holder_of(self._backend)
+        if holder is not None and holder.holds_states:
+            holder.forget_state(_name(key))
 
 
 def _name(key: SessionKey) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from contextvars import ContextVar
 
+# in the scope's state: there once the server has the whole body
+WHOLE_BODY = "has_whole_body"
 ARRIVAL = "arrival"  # in the scope's state: `time.monotonic()` when the server read the request's first byte
 
 

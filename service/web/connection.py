@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from nsm_core.engine.stream_pace import Write
 from nsm_core.heap import trim_heap
-from service.telemetry.request_context import ARRIVAL
+from service.telemetry.request_context import ARRIVAL, WHOLE_BODY
 from service.web.head_limits import BoundedHead
 
 MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
@@ -273,6 +273,7 @@ class Connection(BoundedHead):
     def on_message_complete(self) -> None:
         self._is_receiving = False
         if not self._is_cut:
+            self.scope["state"][WHOLE_BODY] = True
             super().on_message_complete()
 
     def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:

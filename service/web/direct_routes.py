@@ -48,12 +48,15 @@ class RouteDirectly:
 
 def index_of(routes: Sequence[JsonRoute]) -> dict[Key, list[JsonRoute]]:
     """For each key the routes that may match, in their order: those with this last segment, and those with any."""
-    keys = {key for route in routes for key in _keys_of(route)}
-    return {key: [route for route in routes if not _matching(key).isdisjoint(_keys_of(route))] for key in keys}
-
-
-def _matching(key: Key) -> set[Key]:
-    return {key, (*key[:3], None)}
+    by_start: dict[tuple[str, int, str], list[tuple[str | None, JsonRoute]]] = {}
+    for route in routes:
+        for method, number, start, last in _keys_of(route):
+            by_start.setdefault((method, number, start), []).append((last, route))
+    return {
+        (*start, last): [route for other, route in found if other in (last, None)]
+        for start, found in by_start.items()
+        for last, _ in found
+    }
 
 
 def _keys_of(route: JsonRoute) -> list[Key]:

@@ -18,7 +18,7 @@ from nsm_core.random_ids import random_id
 from service.lifecycle.lifecycle import Lifecycle
 from service.served_models import holding_models
 from service.telemetry.metrics.metrics import Metrics
-from service.telemetry.request_context import ARRIVAL, CurrentRequest, answering
+from service.telemetry.request_context import ARRIVAL, WHOLE_BODY, CurrentRequest, answering
 from service.web.errors import answer, report
 from service.web.headers import header
 from service.web.live_body import is_live
@@ -225,21 +225,22 @@ class Body:
             return
         with self.memory.share() as share:
             max_bytes = self.max_file_bytes if scope.get("path") == FILES_PATH else self.max_bytes
-            body = await self._read(header(scope, b"content-length"), receive, share, max_bytes)
+            body = await self._read(scope, receive, share, max_bytes)
             if body is not None:
                 await WatchedRequest(body, receive, send).run(self.app, scope)
 
-    async def _read(self, length: str, receive: Receive, share: BodyShare, max_bytes: int) -> bytes | None:
-        """The whole body, or None when the client left first. `length`: what its header says.
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare, max_bytes: int) -> bytes | None:
+        """The whole body, or None when the client left first.
 
         Raises BodyTooLarge before the excess is read, BodyTooSlow, or Overloaded.
         """
+        length, state = header(scope, b"content-length"), scope.get("state", {})
         if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
             raise BodyTooLarge(f"the body must have at most {max_bytes} bytes, got {length[:24]}")
         chunks: list[bytes] = []
         num_bytes, deadline = 0, time.monotonic() + self.whole_s
         while True:
-            message = await self._next_piece(receive, deadline, num_bytes)
+            message = await (receive() if WHOLE_BODY in state else self._next_piece(receive, deadline, num_bytes))
             if message["type"] == "http.disconnect":
                 return None
             chunks.append(message.get("body", b""))

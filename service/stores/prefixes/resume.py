@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable
 from nsm_core.engine.request import EndState, GenerationRequest, PromptState, Resume
 from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.state.quantize import StateFormat, rounded_state
-from service.backends.base import HoldsStates, InferenceBackend
+from service.backends.base import InferenceBackend, holder_of
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.entry import decode_entry
 from service.stores.prefixes.keys import ID_BYTES, MIN_TOKENS, PromptDigests
@@ -184,7 +184,8 @@ class PrefixResume:
                 self._drop(state)
 
         has_end = num_opening == 0 and len(ids) + max_tokens - last >= min_gap
-        is_held = isinstance(self._backend, HoldsStates) and self._backend.holds_states
+        holder = holder_of(self._backend)
+        is_held = holder is not None and holder.holds_states
         return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save, is_held=is_held)
 
     def _min_gaps(self) -> tuple[int, int]:
@@ -255,9 +256,10 @@ class PrefixResume:
                 self._drop(end)
                 return
         state: bytes | None = end.state
-        if end.held is not None and isinstance(self._backend, HoldsStates):
+        holder = holder_of(self._backend)
+        if end.held is not None and holder is not None:
             async with self._fetching:  # of many that end together most are dropped
-                state = await self._backend.fetch_state(end.held) if writer.has_room(tenant) else None
+                state = await holder.fetch_state(end.held) if writer.has_room(tenant) else None
             self._drop(end)
         if state is None:
             self._metrics.prefixes.saved("dropped")
@@ -265,8 +267,9 @@ class PrefixResume:
             writer.add(tenant, fed, state)
 
     def _drop(self, end: EndState) -> None:
-        if end.held is not None and isinstance(self._backend, HoldsStates):
-            self._backend.drop_state(end.held)
+        holder = holder_of(self._backend)
+        if end.held is not None and holder is not None:
+            holder.drop_state(end.held)
 
     async def _sweep(self, store: PrefixStore, interval_s: float) -> None:
         while True:
