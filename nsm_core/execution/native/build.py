@@ -40,6 +40,7 @@ UNITS = {
     "rwkv7_model.cpp": ("-O2",),
     "rwkv7_runner.cpp": ("-O2",),
     "runner.cpp": ("-O2",),
+    "sharing.cpp": ("-O2",),
     "team.cpp": ("-O2",),
     "kernels_portable.cpp": PORTABLE,
     "kernels_avx2.cpp": AVX2,

@@ -70,8 +70,10 @@ int decode(Runner& runner, const Slice& slice) {
   const Clock::time_point began = Clock::now();
   for (int round = 0;;) {
     int64_t* tokens = slice.tokens + static_cast<int64_t>(round) * slice.num_rows;
-    runner.over_lanes(slice.num_rows, [&](Runner& lane, int first, int count) {
-      decode_rows(lane, slice, ones.data(), first, count, tokens + first);
+    runner.step(slice.num_rows, [&] {
+      runner.over_lanes(slice.num_rows, [&](Runner& lane, int first, int count) {
+        decode_rows(lane, slice, ones.data(), first, count, tokens + first);
+      });
     });
     ++round;
     if (ends(slice, tokens) || round == slice.most_rounds || __atomic_load_n(slice.interrupt, __ATOMIC_RELAXED) != 0) return round;

@@ -165,6 +165,11 @@ class Runner {
   void share(int count, const Task& task) {
     team_.run(count, task);
   }
+  // See Team.
+  template <typename Work>
+  void step(int tokens, const Work& work) {
+    team_.step(tokens, work);
+  }
   // See pieces.h.
   template <typename Task>
   void over_lanes(int num_rows, const Task& task) {

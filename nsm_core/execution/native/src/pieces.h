@@ -55,13 +55,13 @@ void over_tokens(Team& team, int tokens, const Task& task) {
 }
 
 // Calls task(runner, first, rows) for parts of the rows, each on a runner of one thread; with all rows and `whole` where less than half
-// of the threads would get a part. Threads that share every matrix all wait for memory at the states of each layer, and then all for
-// arithmetic; runners that go through the layers on their own wait for it at different times, and none waits for the others before the
-// end. Raises bad_alloc where a task does.
+// of the threads would get a part, and in a step of the caller alone. Threads that share every matrix all wait for memory at the states of
+// each layer, and then all for arithmetic; runners that go through the layers on their own wait for it at different times, and none waits
+// for the others before the end. Raises bad_alloc where a task does.
 template <typename Runner, typename Task>
 void over_lanes(Team& team, Runner& whole, const std::vector<std::unique_ptr<Runner>>& runners, int num_rows, const Task& task) {
   const int threads = static_cast<int>(runners.size()), lanes = std::min(threads, num_rows / LEAST_LANE_ROWS);
-  if (lanes < 2 || 2 * lanes < threads) return task(whole, 0, num_rows);
+  if (lanes < 2 || 2 * lanes < threads || team.is_alone()) return task(whole, 0, num_rows);
   std::atomic<bool> has_memory{true};
   team.run_long(lanes, [&](int lane, int) {
     const int first = lane * num_rows / lanes;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "model.h"
 
@@ -85,10 +86,12 @@ Runner::Runner(const Model& model, const States& states, int num_threads, int pi
 }
 
 void Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
-  if (std::any_of(counts, counts + num_rows, [](int32_t count) { return count != 1; }))
-    return read(rows, counts, num_rows, ids, hidden);
-  over_lanes(num_rows, [&](Runner& runner, int first, int count) {
-    runner.read(rows + first, counts + first, count, ids + first, hidden + int64_t{first} * model_.shape.d_model);
+  const int tokens = std::accumulate(counts, counts + num_rows, 0);
+  team_.step(tokens, [&] {
+    if (tokens > num_rows) return read(rows, counts, num_rows, ids, hidden);
+    over_lanes(num_rows, [&](Runner& runner, int first, int count) {
+      runner.read(rows + first, counts + first, count, ids + first, hidden + int64_t{first} * model_.shape.d_model);
+    });
   });
 }
 

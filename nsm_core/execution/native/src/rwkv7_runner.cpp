@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 
 #include "rwkv7_model.h"
 
@@ -56,11 +57,13 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
 }
 
 void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  if (std::any_of(counts, counts + num_rows, [](int32_t count) { return count != 1; }))
-    return read(rows, counts, num_rows, embedded, hidden);
-  over_lanes(team_, *this, lanes_, num_rows, [&](Rwkv7Runner& runner, int first, int count) {
-    const int64_t place = int64_t{first} * model_.shape.width;
-    runner.read(rows + first, counts + first, count, embedded + place, hidden + place);
+  const int tokens = std::accumulate(counts, counts + num_rows, 0);
+  team_.step(tokens, [&] {
+    if (tokens > num_rows) return read(rows, counts, num_rows, embedded, hidden);
+    over_lanes(team_, *this, lanes_, num_rows, [&](Rwkv7Runner& runner, int first, int count) {
+      const int64_t place = int64_t{first} * model_.shape.width;
+      runner.read(rows + first, counts + first, count, embedded + place, hidden + place);
+    });
   });
 }
 
