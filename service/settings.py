@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineLimits
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
@@ -70,11 +78,10 @@ def default_data_dir(environ: Mapping[str, str]) -> Path | None:
     return base / "nsm"
 
 
-class Settings(BaseSettings):
-    """Build it with `load_settings`: only that refuses misspelt variables."""
+class Settings(BaseModel):
+    """Build it with `load_settings`: only that reads the environment."""
 
-    # An empty variable is one that is not set: compose and unit files write them so.
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host: Annotated[str, Shown(section="Network, store and model")] = Field(
         default="127.0.0.1", description="Address to listen on."
@@ -449,10 +456,17 @@ def load_settings(**flags: Any) -> Settings:
     Raises ConfigError, in one line: an unknown NSM_* variable, or a value that does not fit.
     """
     refuse_unknown_variables(os.environ)
+    given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return Settings(**{name: value for name, value in flags.items() if value is not None})
+        return Settings(**(_variables(os.environ) | given))
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings by their variables. An empty one is one that is not set: compose and unit files write them so."""
+    found = {name.upper(): value for name, value in environ.items() if value}
+    return {name: found[_variable(name)] for name in Settings.model_fields if _variable(name) in found}
 
 
 def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
