@@ -16,8 +16,7 @@ from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model import loader as nsm_loader
 from nsm_core.model import storage as nsm_storage
 from nsm_core.model.bundled import find_checkpoint
-from nsm_core.rwkv7 import loader as rwkv7_loader
-from nsm_core.rwkv7 import opening as rwkv7_opening
+from nsm_core.rwkv7 import claims as rwkv7_claims
 from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 
 
@@ -42,18 +41,27 @@ def _identify_nsm(path: Path) -> tuple[str, Tokenizer]:
 
 
 def _identify_rwkv7(path: Path) -> tuple[str, Tokenizer]:
-    files = rwkv7_opening.open_files(path)
+    from nsm_core.rwkv7.opening import open_files
+
+    files = open_files(path)
     return files.fingerprint, files.tokenizer
+
+
+def _load_rwkv7(path: Path, device: str) -> LoadedModel[SequenceModel]:
+    """Its modules are imported for its own models alone."""
+    from nsm_core.rwkv7.loader import load_rwkv7
+
+    return load_rwkv7(path, device)
 
 
 # The first that claims a path opens it; the last has the best message for a directory that no architecture claims.
 ARCHITECTURES = (
     Architecture(
-        name=rwkv7_loader.ARCHITECTURE,
-        claims=rwkv7_opening.claims,
-        load=rwkv7_loader.load_rwkv7,
-        open=rwkv7_loader.load_rwkv7,  # it reads a tensor when an executor asks for it
-        outline=rwkv7_loader.load_rwkv7,
+        name=rwkv7_claims.ARCHITECTURE,
+        claims=rwkv7_claims.claims,
+        load=_load_rwkv7,
+        open=_load_rwkv7,  # it reads a tensor when an executor asks for it
+        outline=_load_rwkv7,
         identify=_identify_rwkv7,
     ),
     Architecture(

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 META_KERNELS = "torch._meta_registrations"
 # A quarter of the modules that `import torch` reads: each is read when something of it is used for the first time
 DEFERRED = (
+    "pynvml",
     "torch.ao",
     "torch.distributions",
+    "torch.export",
     "torch.masked",
     "torch.mps",
     "torch.mtia",
@@ -26,6 +28,8 @@ DEFERRED = (
     "torch.nn.qat",
     "torch.nn.quantizable",
     "torch.nn.quantized",
+    "torch.optim",
+    "torch.profiler",
     "torch.quantization",
     "torch.utils.data",
 )

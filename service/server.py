@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
@@ -25,7 +25,7 @@ from nsm_core.errors import ConfigError, NsmError
 from nsm_core.heap import freeze_objects
 from nsm_core.model.bundled import find_checkpoint, no_model
 from service.addresses import is_loopback
-from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED, FINAL_FRAMES_S, INTERRUPTED
 from service.local_model import limit_threads_and_memory, make_local_backend
 from service.settings import Settings, is_tracing_on, label, naming
 from service.state.other_model import other_model
@@ -105,7 +105,9 @@ def _make_app(settings: Settings, make: Callable[[Settings], InferenceBackend]) 
 
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
-    return create_app(settings, make(settings), store, prefixes, tracing, others=other_models(settings))
+    backend, others = make(settings), other_models(settings)
+    with importing_fastapi():
+        return create_app(settings, backend, store, prefixes, tracing, others=others)
 
 
 async def serve(
@@ -290,12 +292,11 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """uvicorn without its own log, its own environment variables and its own lifespan."""
     from service.web.connection import connection_class
     from service.web.head_limits import RECEIVE_TIMEOUT_S
-    from service.web.websocket import WebSocketConnection
 
     return uvicorn.Config(
         app,
         http=connection_class(RECEIVE_TIMEOUT_S),
-        ws=WebSocketConnection,
+        ws=cast(type[asyncio.Protocol], open_websocket),
         ws_max_size=MAX_EVENT_BYTES,
         ws_per_message_deflate=False,  # small events; a compressed one may be huge
         lifespan="off",  # `serve` runs it
@@ -307,6 +308,13 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(FINAL_FRAMES_S),
     )
+
+
+def open_websocket(**parts: Any) -> asyncio.Protocol:
+    """In place of the protocol's class, whose library a first WebSocket imports."""
+    from service.web.websocket import WebSocketConnection
+
+    return WebSocketConnection(**parts)
 
 
 class GracefulServer(uvicorn.Server):
@@ -343,6 +351,7 @@ class GracefulServer(uvicorn.Server):
         """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""
         if self._services.lifecycle.is_draining:
             if sig == signal.SIGINT:
+                logger.warning(INTERRUPTED)
                 os._exit(EXIT_INTERRUPTED)
             return
         self._services.lifecycle.begin_drain()

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError, StartFailed
 from nsm_core.stage_times import StageTimes, process_age_s
-from service.lifecycle.lifecycle import EXIT_INTERRUPTED, WORKER_END_S
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED, INTERRUPTED, WORKER_END_S
 from service.lifecycle.pulse import SILENT_S, falls_silent
 from service.lifecycle.start_report import StartReport, read_report
 from service.owned_directory import owned_directory
@@ -243,6 +243,7 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
         if stopped.is_set() and sig == signal.SIGINT:
             for process in (*engines, *workers):
                 process.kill()
+            logger.warning(INTERRUPTED)
             sys.exit(EXIT_INTERRUPTED)
         stopped.set()
 

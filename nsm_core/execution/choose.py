@@ -24,13 +24,11 @@ from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.native.precision import EXECUTORS, HALF_STATES, Precision, precision_of
 from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason, packed_matrices
-from nsm_core.execution.rwkv7.choose import choose_rwkv7
-from nsm_core.execution.rwkv7.cuda.options import rwkv7_cuda_unsupported_reason
 from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model import loader as nsm_loader
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, fill
-from nsm_core.rwkv7 import loader as rwkv7_loader
+from nsm_core.rwkv7 import claims as rwkv7_claims
 
 logger = logging.getLogger("nsm.execution")
 
@@ -194,6 +192,19 @@ def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOpt
     )
 
 
+def _choose_rwkv7(loaded: LoadedModel[Any], name: ExecutorName) -> ChosenExecutor:
+    """Its modules are imported for its own models alone."""
+    from nsm_core.execution.rwkv7.choose import choose_rwkv7
+
+    return choose_rwkv7(loaded, name)
+
+
+def _rwkv7_kernels_missing_reason(model: Any) -> str | None:
+    from nsm_core.execution.rwkv7.cuda.options import rwkv7_cuda_unsupported_reason
+
+    return rwkv7_cuda_unsupported_reason(model)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Computed:
     """How the models of an architecture are computed."""
@@ -205,5 +216,7 @@ class _Computed:
 # The one place that knows which architecture is computed how
 _COMPUTED = {
     nsm_loader.ARCHITECTURE: _Computed(choose=_choose_nsm, gpu_kernels_missing_reason=cuda_unsupported_reason),
-    rwkv7_loader.ARCHITECTURE: _Computed(choose=choose_rwkv7, gpu_kernels_missing_reason=rwkv7_cuda_unsupported_reason),
+    rwkv7_claims.ARCHITECTURE: _Computed(
+        choose=_choose_rwkv7, gpu_kernels_missing_reason=_rwkv7_kernels_missing_reason
+    ),
 }

@@ -9,10 +9,9 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
@@ -22,6 +21,9 @@ from nsm_core.grammars.one_of import with_disjoint_as_any
 from nsm_core.grammars.tool_calls import tools_lark
 from nsm_core.grammars.trial import GrammarTrial
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
+
+if TYPE_CHECKING:  # a first grammar imports it
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_STORED = 32  # compiled grammars of one scope
 MAX_SCOPES = 64
@@ -153,10 +155,14 @@ class GrammarCompiler:
         raise _failure(grammar, compiled) if is_read else _refusal(grammar, compiled.get_error())
 
     def _read(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
         return LLMatcher(self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         return LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
 
 
@@ -245,6 +251,8 @@ def _parts(kind: str, source: str) -> list[dict[str, Any]]:
     if kind == "json_schema":
         return [_schema_part(json.loads(source))]
     if kind == "regex":
+        from llguidance import LLMatcher
+
         return [{"lark_grammar": json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]}]
     if kind == "choice":
         return [{"lark_grammar": "start: " + " | ".join(_literal(text) for text in json.loads(source))}]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher
 
 from nsm_core.errors import GrammarFailed
+
+if TYPE_CHECKING:  # a first grammar imports it
+    from llguidance import LLExecutor, LLMatcher
 
 # One row for each position, ceil(V / 32) words of 32 tokens, the lowest bit first; a set bit allows its token
 MaskWords = npt.NDArray[np.int32]
@@ -72,4 +75,6 @@ def fill_masks(words: MaskWords, positions: Sequence[tuple[TokenMatcher, int, Se
 
 @functools.cache
 def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
     return LLExecutor(num_threads=1)

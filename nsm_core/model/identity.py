@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from nsm_core.config import TOKENIZER_FILE, canonical_json, read_fields
 from nsm_core.errors import CheckpointError, NsmError, reason_of
-from nsm_core.hashing import new_identity
+from nsm_core.hashing import Hash, new_identity
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
+PIECE_BYTES = 256 * 1024
 
 
 def is_nsm(directory: Path) -> bool:
@@ -28,9 +30,24 @@ def fingerprint(directory: Path) -> str:
         file = directory / name
         try:
             # The config is hashed by its fields: its layout on disk does not matter.
-            raw = canonical_json(read_fields(file)).encode() if name == CONFIG_FILE else file.read_bytes()
+            if name == CONFIG_FILE:
+                raw = canonical_json(read_fields(file)).encode()
+                digest.update(_head(name, len(raw)) + raw)
+            else:
+                _add_file(digest, file)
         except OSError as error:
             raise CheckpointError(f"cannot read {file}: {reason_of(error)}") from error
-        digest.update(json.dumps([name, len(raw)]).encode())
-        digest.update(raw)
     return digest.hexdigest()
+
+
+def _add_file(digest: Hash, file: Path) -> None:
+    """Piece by piece: weights would take as much memory again, which the system clears first."""
+    piece = memoryview(bytearray(PIECE_BYTES))
+    with file.open("rb", buffering=0) as opened:
+        digest.update(_head(file.name, os.fstat(opened.fileno()).st_size))
+        while num_bytes := opened.readinto(piece):
+            digest.update(piece[:num_bytes])
+
+
+def _head(name: str, num_bytes: int) -> bytes:
+    return json.dumps([name, num_bytes]).encode()

@@ -9,7 +9,8 @@ from typing import Any
 from nsm_core.chat_template import RWKV, get_template
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.random_access import RandomAccessFile
-from nsm_core.rwkv7.finding import Found, read_json
+from nsm_core.rwkv7.claims import read_json
+from nsm_core.rwkv7.finding import Found
 from nsm_core.tokenizer import DESCRIPTION_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"

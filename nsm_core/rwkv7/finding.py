@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,16 +16,12 @@ from nsm_core.formats.random_access import RandomAccessFile
 from nsm_core.formats.safetensors_file import is_safetensors, read_safetensors
 from nsm_core.formats.stored_tensor import StoredTensor, shown_name
 from nsm_core.formats.zip_entries import is_zip
+from nsm_core.rwkv7.claims import ARCHITECTURE, CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE, read_json
 from nsm_core.rwkv7.layouts import GGUF, HUGGING_FACE, OFFICIAL, Layout
 from nsm_core.rwkv7.reading import Hints
 
-ARCHITECTURE = "rwkv7"
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "weights.safetensors"
 HF_ARCHITECTURE = "RWKV7ForCausalLM"
 HF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".st", ".gguf")
-MAX_JSON_BYTES = 8 << 20
 MAX_SHARDS = 4096
 
 
@@ -55,20 +50,6 @@ def find_files(path: Path) -> Found:
     if "architecture" in fields:
         return _own_directory(path, fields)
     return _hugging_face_directory(path, fields)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
-    file = RandomAccessFile(path)
-    if file.size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {file.size} bytes, more than {MAX_JSON_BYTES}")
-    try:
-        fields = json.loads(file.read(0, file.size))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} holds no JSON: {type(error).__name__}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must hold one JSON object")
-    return fields
 
 
 def _single_file(file: RandomAccessFile) -> Found:

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from nsm_core.loaded_model import LoadedModel, numerics_class
+from nsm_core.rwkv7.claims import ARCHITECTURE
 from nsm_core.rwkv7.files import Rwkv7Files
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.rwkv7.opening import open_files
 from nsm_core.rwkv7.tensors import num_parameters
-
-ARCHITECTURE = "rwkv7"
 
 
 def load_rwkv7(path: Path, device: str = "cpu") -> LoadedModel[Rwkv7Model]:

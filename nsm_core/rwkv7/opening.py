@@ -5,29 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from nsm_core.errors import CheckpointError, NsmError
+from nsm_core.errors import CheckpointError
 from nsm_core.rwkv7.chat import Chosen, choose_template
 from nsm_core.rwkv7.files import Rwkv7Files
-from nsm_core.rwkv7.finding import ARCHITECTURE, CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE, find_files, read_json
+from nsm_core.rwkv7.finding import find_files
 from nsm_core.rwkv7.reading import ModelTensors
 from nsm_core.rwkv7.vocabulary import find_tokenizer
 from nsm_core.tokenizer import Tokenizer
-
-
-def claims(path: Path) -> bool:
-    """Whether this module opens the path, or has the best message for one that no module opens. Never raises.
-
-    It takes every file, for models of other architectures are directories, and directories that are no other model's.
-    """
-    if not path.is_dir():
-        return path.is_file()
-    try:
-        if not (path / CONFIG_FILE).exists():
-            return any(entry.suffix in WEIGHT_SUFFIXES and entry.name != WEIGHTS_FILE for entry in path.iterdir())
-        fields = read_json(path / CONFIG_FILE)
-    except (OSError, NsmError):
-        return False
-    return fields.get("architecture") == ARCHITECTURE or "architectures" in fields or "model_type" in fields
 
 
 class OpenModel:

@@ -21,7 +21,7 @@ from nsm_core.formats.int4_groups import GROUP, is_packable, quantize_int4
 from nsm_core.formats.int8_rows import quantize_rows
 from nsm_core.formats.number_kinds import is_finite
 from nsm_core.formats.safetensors_file import Planned, write_safetensors
-from nsm_core.rwkv7.finding import ARCHITECTURE, CONFIG_FILE, WEIGHTS_FILE
+from nsm_core.rwkv7.claims import ARCHITECTURE, CONFIG_FILE, WEIGHTS_FILE
 from nsm_core.rwkv7.layouts import OFFSETS_SUFFIX, SCALE_SUFFIX, STEPS_SUFFIX
 from nsm_core.rwkv7.opening import OpenModel
 

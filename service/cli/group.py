@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -39,6 +39,17 @@ class Commands(TyperGroup):
             sys.exit(1)
         sys.exit(status if isinstance(status, int) else 0)
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _show_flags_without_type(command, ctx)
+        return command
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        _clear_types_of_flags(params)
+        return params
+
     def invoke(self, ctx: Any) -> Any:  # typer does not name its context's base class publicly
         is_debug = bool(ctx.params["debug"])
         if not is_debug:
@@ -52,6 +63,20 @@ class Commands(TyperGroup):
             if is_debug:
                 raise
             raise typer.TyperException(_describe(error)) from error
+
+
+def _show_flags_without_type(command: Any, ctx: Any) -> None:
+    """In the help of a command and of those below it."""
+    _clear_types_of_flags(command.get_params(ctx))
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags_without_type(inner, ctx)
+
+
+def _clear_types_of_flags(params: Iterable[Any]) -> None:
+    """A flag takes no value; typer writes <bool> behind it."""
+    for option in params:
+        if getattr(option, "is_bool_flag", False):
+            option.metavar = ""
 
 
 def _reword(error: typer.TyperException) -> None:

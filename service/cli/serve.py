@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,7 +12,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from nsm_core.heap import pause_collection
+from nsm_core.model.bundled import find_checkpoint
 from service.settings import Settings, load_settings, shown_default
+from service.telemetry.logs import configure_logging
+
+logger = logging.getLogger("nsm.server")
 
 NUMBERS: Mapping[type, str] = {int: "INTEGER", float: "FLOAT"}  # the settings read them: their refusals say more
 
@@ -23,9 +28,18 @@ def serve(ctx: typer.Context, **options: Any) -> None:
     """
     pause_collection()  # most of a start is imports
     settings = load_settings(**with_further_models(options))
+    announce(settings)
     from service.server import run  # imports the engine, so it comes after bad settings were refused
 
     run(settings)
+
+
+def announce(settings: Settings) -> None:
+    """A first line at once: imports and weights take seconds."""
+    configure_logging(settings.log_level, settings.log_format)
+    path = find_checkpoint(settings.model)
+    if settings.triton_url is None and path.exists():
+        logger.info("starting with %s on device %s", settings.served_model_name or path.resolve().name, settings.device)
 
 
 def with_further_models(options: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 EXIT_INTERRUPTED = 130  # the status of a server that a second Ctrl+C ended
+INTERRUPTED = "ended by a second Ctrl+C: running requests were cut off, and what was committed is stored"
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 WORKER_END_S = 5.0  # beyond the grace time, for a worker's last frames and its end
 

@@ -21,7 +21,6 @@ import numpy as np
 import orjson
 from fastapi._compat import ModelField, Undefined
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +28,7 @@ from starlette.responses import Response
 from nsm_core.errors import InvalidRequest
 from service.messages import HINT_CUTOFF, quoted
 from service.web.arguments import Arguments, arguments_of
+from service.web.deferred_route import DeferredRoute
 from service.web.headers import header
 
 INLINE_BYTES = 32 * 1024  # larger bodies are read on a thread
@@ -60,18 +60,17 @@ class JsonRequest(Request):
         return self._value
 
 
-class JsonRoute(APIRoute):
+class JsonRoute(DeferredRoute):
     """For routers (`APIRouter(route_class=JsonRoute)`): bodies go through `parse`, not through `json.loads`.
 
     `direct`: its handler without the framework; None for endpoints that need more of it.
     """
 
-    direct: Handler | None = None
+    direct: Handler | None
 
     def get_route_handler(self) -> Handler:
         arguments = arguments_of(self.dependant)
-        if arguments is not None:
-            self.direct = self._reading(calling(arguments))
+        self.direct = None if arguments is None else self._reading(calling(arguments))
         return self._reading(super().get_route_handler())
 
     def _reading(self, handler: Handler) -> Handler:

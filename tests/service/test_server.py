@@ -161,6 +161,7 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
     process.send_signal(signal.SIGINT)
     await _read_line(process.stderr, b"stopping")
     process.send_signal(signal.SIGINT)
+    await _read_line(process.stderr, b"second Ctrl+C")
     assert await asyncio.wait_for(process.wait(), 60) == 130
 
 

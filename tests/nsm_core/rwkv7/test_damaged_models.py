@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsm_core.errors import CheckpointError
-from nsm_core.rwkv7.opening import claims, open_files
+from nsm_core.rwkv7.claims import claims
+from nsm_core.rwkv7.opening import open_files
 from tests.support.rwkv7_files import WRITERS, hugging_face_tensors, model_tensors, write_hugging_face
 
 TENSORS = model_tensors()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nsm_core.errors import CheckpointError
-from nsm_core.rwkv7.opening import claims, open_files
+from nsm_core.rwkv7.claims import claims
+from nsm_core.rwkv7.opening import open_files
 from nsm_core.rwkv7.tensors import tensor_shapes
 from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_core.world_tokenizer import WorldTokenizer

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.int4_groups import quantize_int4
-from nsm_core.rwkv7.opening import OpenModel, claims, open_files
+from nsm_core.rwkv7.claims import claims
+from nsm_core.rwkv7.opening import OpenModel, open_files
 from nsm_core.rwkv7.saving import FORMATS, LARGE, save_model
 from nsm_core.rwkv7.tensors import tensor_shapes
 from nsm_core.rwkv7.weights import CheckedTensors

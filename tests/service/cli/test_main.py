@@ -56,6 +56,11 @@ def test_serve_imports_no_other_command() -> None:
     assert result.stdout.endswith("\nFalse\n"), result.stdout
 
 
+@pytest.mark.parametrize("args", [(), ("serve",), ("chat",), ("sessions", "verify")])
+def test_flags_are_shown_without_a_type(nsm: Nsm, args: tuple[str, ...]) -> None:
+    assert "bool" not in nsm(*args, "--help").stdout
+
+
 def test_version(nsm: Nsm) -> None:
     assert nsm("--version").stdout == f"nsm {importlib.metadata.version('nsm-serve')}\n"
 

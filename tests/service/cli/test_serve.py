@@ -25,6 +25,22 @@ from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of, no_mode
 from tests.support.rwkv7_files import WRITERS, model_tensors
 
 
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's log is pytest's."""
+    for module in ("service.server", "service.cli.serve"):
+        monkeypatch.setattr(f"{module}.configure_logging", lambda *options: None)
+
+
+def test_the_first_line_names_the_model_before_anything_is_loaded(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.server.run", lambda settings: None)
+    with caplog.at_level("INFO", logger="nsm.server"):
+        assert nsm("serve", "--model", "pulse-books", "--device", "cpu").exit_code == 0
+    assert caplog.messages == ["starting with pulse-books on device cpu"]
+
+
 def test_every_setting_is_an_option_that_shows_its_default() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
     assert [name for name in options if name != "help"] == list(Settings.model_fields)
@@ -70,7 +86,6 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
 def test_a_bad_setting_is_one_line(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: object, message: str
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value, NSM_MAX_SLOTS="16")
     assert_one_line(result, message)
 
@@ -89,7 +104,6 @@ def test_a_bad_setting_is_one_line(
 def test_X17_start_that_fails_names_the_setting_in_one_line(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: str
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value)
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
@@ -116,7 +130,6 @@ def test_file_or_store_that_cannot_be_used_is_told_before_the_model_is_loaded(
     reason: str,
     workers: int,
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     monkeypatch.setattr("service.server.run_gateway", lambda *parts: pytest.fail("loads the model"))
     monkeypatch.setattr("service.workers.run_workers", lambda *parts: pytest.fail("starts the engine"))
     if value == "foreign":
@@ -133,7 +146,6 @@ def test_file_or_store_that_cannot_be_used_is_told_before_the_model_is_loaded(
 def test_prefix_cache_beyond_the_memory_of_the_control_group_is_told_before_the_model_is_loaded(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     monkeypatch.setattr("service.server.run_gateway", lambda *parts: None)
     monkeypatch.setattr("service.server.max_memory_bytes", lambda: 512 * 2**20)
     assert nsm("serve", "--port", 0, "--prefix-cache-mb", 400).exit_code == 0
@@ -143,7 +155,6 @@ def test_prefix_cache_beyond_the_memory_of_the_control_group_is_told_before_the_
 
 
 def test_X17_executor_without_its_gpu_does_not_blame_the_device(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     monkeypatch.setattr("nsm_core.execution.devices.gpu_missing_reason", lambda index=0: "torch finds no GPU")
     message = "the executor cuda needs a GPU: torch finds no GPU (set by NSM_EXECUTOR or --executor)"
     assert_one_line(nsm("serve", "--port", 0, "--executor", "cuda"), message)
@@ -153,7 +164,6 @@ def test_X17_executor_without_its_gpu_does_not_blame_the_device(nsm: Nsm, monkey
 def test_X17_weight_that_is_not_finite_names_file_and_tensor_and_no_executor(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: Path, architecture: str
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     if architecture == "rwkv7":
         tensors, name = dict(model_tensors()), "blocks.0.ffn.key.weight"
         tensors[name] = torch.full_like(tensors[name], torch.nan)
@@ -171,7 +181,6 @@ def test_X17_weight_that_is_not_finite_names_file_and_tensor_and_no_executor(
 
 
 def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, "--max-slots", 10**11, "--token-budget", 10**11)
     assert result.exit_code == 1
     assert re.fullmatch(
@@ -182,7 +191,6 @@ def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pyt
 
 
 def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
