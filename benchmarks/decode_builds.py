@@ -19,19 +19,31 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernel_builds import registers
-from nsm_core.execution.cuda.kernels import attention, linear, overlap, prompt_attention, rows, slots
+from nsm_core.execution.cuda.kernels import (
+    attention,
+    linear,
+    overlap,
+    prompt_attention,
+    prompt_keyed,
+    prompt_rows,
+    rows,
+    slots,
+)
 from nsm_core.execution.rwkv7.cuda.kernels import heads, products, tokens
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn", "most", "shortest"}
 UNALIGNED = {"num_rows", "width", "num_pieces", "batch", "no_row", "num_tokens"}
 TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
+TYPES |= {"positions_ptr": "*i64", "lengths_ptr": "*i64"}
 TYPES |= {"offsets_ptr": "*i64", "starts_ptr": "*i64", "counts_ptr": "*i64", "table_ptr": "*i64"}
 BF16, FP32 = "*bf16", "*fp32"
 SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
 RING = {"H": 8, "GROUP": 4, "HALF": 32}
-PROMPT = {"H": 8, "GROUP": 4, "K": 64, "CHANNELS": 64, "QUERIES": prompt_attention.QUERIES}
+PROMPT = {"H": 8, "GROUP": 4, "K": 64, "CHANNELS": 64, "WINDOW": 128, "QUERIES": prompt_attention.QUERIES}
 PROMPT |= {"KEYS": prompt_attention.KEYS, "PRECISION": "ieee"}
+WINDOW = {"WINDOW": 128, "KV": 2, "TOKENS": prompt_attention.TOKENS}
+CONTEXT = {"P": 3072, "H": 8, "V": 128, "TOKENS": prompt_keyed.TOKENS}
 READ = RING | {"CHANNELS": 64, "QUERIES": attention.QUERIES, "POSITIONS": attention.POSITIONS, "PRECISION": "ieee"}
 
 
@@ -100,7 +112,6 @@ def build_linear(form: str, columns: int) -> bool:
 def build_others() -> list[bool]:
     sigmoid = {"projected_ptr": BF16, "out_ptr": BF16, "bias_ptr": None, "timescale_ptr": None}
     softmax = {"projected_ptr": BF16, "out_ptr": BF16}
-    prompt = {"q_ptr": BF16, "kv_ptr": BF16, "mask_ptr": "*u8", "out_ptr": BF16}
     ring = {"projected_ptr": BF16, "ring_ptr": "*fp16", "out_ptr": BF16}
     warps = {"num_warps": slots.NUM_WARPS}
     ids = {"given_ptr": "*i64", "sampled_ptr": "*i64", "pauses_ptr": "*u8"}
@@ -112,7 +123,27 @@ def build_others() -> list[bool]:
         build("slots, softmax", slots._slot_step, softmax, SLOTS | {"TOP_K": 8}, **warps),
         build("ring", attention._read_ring, ring, READ, num_warps=attention.NUM_WARPS),
         build("join", attention._join, ring, RING | {"PAIRS": 32, "PIECES": 16}, num_warps=1),
-        build("prompt attention", prompt_attention._attend, prompt, PROMPT, num_warps=4, num_stages=2),
+    ]
+
+
+def build_prompts() -> list[bool]:
+    low = dict.fromkeys(("projected_ptr", "q_ptr", "k_ptr", "v_ptr", "kv_ptr", "out_ptr", "read_ptr"), BF16)
+    low |= {"value_ptr": BF16, "change_ptr": BF16, "low_ptr": BF16, "up_ptr": BF16}
+    norm = {"D": 512, "WIDTH": 512, "ROWS": prompt_rows.ROWS}
+    gate = {"HIDDEN": 1344, "ROWS": prompt_rows.GATE_ROWS, "COLUMNS": prompt_rows.GATE_COLUMNS}
+    rates = {"H": 8, "HEADS": 8, "TOKENS": prompt_keyed.RATE_TOKENS}
+    window = WINDOW | {"P": 768, "H": 8, "HALF": 32, "LANES": 32}
+    context = CONTEXT | {"M": 128, "TAPS": 4, "TAIL": 4}
+    return [
+        build("prompt norm", prompt_rows._add_norm, low | {"change_ptr": None, "sum_ptr": None}, norm, num_warps=4),
+        build("prompt sum, norm", prompt_rows._add_norm, low | {"full_ptr": None}, norm, num_warps=4),
+        build("prompt gate", prompt_rows._gate, low, gate, num_warps=4),
+        build("prompt rates", prompt_keyed._rates, {}, rates, num_warps=4),
+        build("prompt context", prompt_keyed._context, low, context, num_warps=4),
+        build("prompt output", prompt_keyed._output, low, CONTEXT | {"C": 2048}, num_warps=4),
+        build("prompt window", prompt_attention._read_window, low, window, num_warps=4),
+        build("prompt attention", prompt_attention._attend, low, PROMPT, num_warps=4, num_stages=2),
+        build("prompt ring", prompt_attention._keep_ring, low, WINDOW | {"K": 64, "CHANNELS": 64}, num_warps=4),
     ]
 
 
@@ -149,16 +180,17 @@ def build_rwkv7() -> list[bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = ["project", "out", "up", "logits", "router", "rwkv7"]
-    parser.add_argument("--form", choices=choices, help="only this linear layer, or the kernels of RWKV-7")
+    others = {"prompts": build_prompts, "rwkv7": build_rwkv7}
+    choices = ["project", "out", "up", "logits", "router", *others]
+    parser.add_argument("--form", choices=choices, help="only this linear layer, or these kernels")
     form = parser.parse_args().form
-    if form == "rwkv7":
-        sys.exit(0 if all(build_rwkv7()) else 1)
+    if form in others:
+        sys.exit(0 if all(others[form]()) else 1)
     names = ("project", "out", "up", "logits") if form is None else (form,)
     built = [build_linear(name, columns) for name in names if name != "router" for columns in linear.STAGES]
     if form in (None, "router"):
         built += [build_linear("router", columns) for columns in (linear.SPLIT_COLUMNS, linear.FP32_COLUMNS)]
-    sys.exit(0 if all(built) and (form is not None or all([*build_others(), *build_rwkv7()])) else 1)
+    sys.exit(0 if all(built) and (form is not None or all([*build_others(), *build_prompts(), *build_rwkv7()])) else 1)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nsm.workers")
 
 EXIT_CONFIG = 78  # EX_CONFIG
+# A launch of an engine's step lets the interpreter go several times. The loop may hold it so long each time, by default
+# 5 ms: as long as ten steps of a GPU.
+SWITCH_S = 0.0005
 
 
 def main() -> None:
@@ -138,6 +141,7 @@ def _run_engine(settings: Settings, given: dict[str, Any], reporter: StartReport
             times.ended("engine")
             logging.getLogger("nsm.engine").info("the engine is ready after %.1f s: %s", times.seconds, times)
             freeze_objects()
+            sys.setswitchinterval(SWITCH_S)
             watch = HangWatch()
             ended = asyncio.create_task(end_after(server))
             while not ended.done() and backend.is_alive():

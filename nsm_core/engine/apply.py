@@ -343,7 +343,10 @@ def make_end_state(
     if point is not None and num_read > min(num_whole, num_wanted):
         num_read, earlier = point.num_read, point.state
     unread = visible_ids[num_read:num_wanted]
-    runner.feed(slot, unread, since=earlier)
+    if unread or earlier is not None:
+        runner.feed(slot, unread, since=earlier)
+    counts = Counter(sequence.resumed_counts)
+    counts.update(visible_ids)
     new_ids = (*sequence.request.prompt_ids, *visible_ids)
     return EndState(
         state=b"" if held is not None else runner.pack(slot, is_complete=not unread and earlier is None),
@@ -351,5 +354,5 @@ def make_end_state(
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,
-        generated_counts=dict(Counter(sequence.resumed_counts) + Counter(visible_ids)),
+        generated_counts=dict(counts),
     )

@@ -26,7 +26,7 @@ from nsm_core.state.spec import State
 
 # Of the vocabulary. A request that pauses at more tokens would often take part in a step in vain.
 MAX_PAUSING_SHARE = 0.125
-FEW_PROMPT_TOKENS = 1024  # a step that reads more is worth its launches
+FEW_PROMPT_TOKENS = 512  # a step that reads more is worth its launches
 
 
 def may_overlap(sequence: RunningSequence) -> bool:

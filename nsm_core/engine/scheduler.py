@@ -7,6 +7,8 @@ The policy:
 - The rest of the token budget reads prompts: prompt_order.py tells which.
 - Where the model's bits depend on the cuts of a prompt, prompts are cut at multiples of a unit. Then a step with
   prompts reads at least one unit, even if decoding has used the whole budget.
+- Where each call of the model costs time (`prompt_tokens_beside`), a step in which others decode reads one batch of
+  prompts of similar lengths, and more of them the more rows decode: such a step takes as long as a few others.
 - Requests wait for a slot in order of arrival. The lowest free slot is assigned first, so running rows stay dense.
 - Background requests (batches) stand behind the others. They get a slot after them, and half of the slots at most.
   While another request has no token yet, they skip the step. Beside requests that decode, no more of them decode than
@@ -31,6 +33,7 @@ from nsm_core.errors import Overloaded
 MAX_PADDING_TOKENS = 32
 MAX_PADDING_SHARE = 0.25
 LEAST_SHARE_STEPS = 8
+PROMPT_TOKENS_A_ROW = 8  # that decodes, beside it
 BACKGROUND_PART = 4  # the share of a step's tokens that the background's prompts may have is one by this
 
 
@@ -97,7 +100,7 @@ class Scheduler:
     ) -> None:
         """`prompt_tokens_beside`: see EngineConfig."""
         self._token_budget, self._prompt_unit = token_budget, prompt_unit
-        self._most_beside = token_budget if prompt_tokens_beside is None else prompt_tokens_beside
+        self._most_beside = prompt_tokens_beside
         self._queue_limit = queue_limit
         self._free_slots = set(range(max_slots))
         self._max_background = max(1, max_slots // 2)
@@ -105,6 +108,7 @@ class Scheduler:
         self._num_steps = 0
         self._waiting: dict[str, _Progress] = {}  # in order of arrival
         self._running: dict[int, _Progress] = {}
+        self._slots: dict[str, int] = {}  # of the running ones
         self._reading: list[int] = []  # slots with unread prompt, in order of admission
         self._shares = OwnerShares()
         self._num_reading_steps = 0
@@ -160,8 +164,23 @@ class Scheduler:
         decode = tuple(self._decoding)
         if self._background:
             decode, reading = self._put_behind(decode, reading)
-        most = self._most_beside if decode else self._token_budget
-        return Plan(admitted, decode, self._chunks(reading, min(self._token_budget - len(decode), most)))
+        budget = self._token_budget - len(decode)
+        if not decode or self._most_beside is None:
+            return Plan(admitted, decode, self._chunks(reading, budget))
+        most = max(self._most_beside, PROMPT_TOKENS_A_ROW * len(decode))
+        return Plan(admitted, decode, self._one_batch(self._chunks(reading, min(budget, most))))
+
+    def _one_batch(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        """Those of one call of the model: with the prompt that was admitted first in its steps, else the most tokens.
+
+        What is left of a budget mostly is the begin of one prompt more, which would take a call of its own.
+        """
+        batches = group_by_length(chunks, unit=self._prompt_unit)
+        if len(batches) < 2:
+            return chunks
+        if self._is_oldest_first:
+            return next(batch for batch in batches if chunks[0] in batch)
+        return max(batches, key=lambda batch: sum(chunk.length for chunk in batch))
 
     def _chunks(self, reading: Mapping[int, _Progress], budget: int) -> tuple[Chunk, ...]:
         """What a step reads; of the background's prompts a quarter of its tokens at most."""
@@ -182,8 +201,12 @@ class Scheduler:
             budget,
             unit=self._prompt_unit,
             num_read=self._shares.of(prompt.owner for prompt in unread),
-            is_oldest_first=self._num_reading_steps % AGEING_STEPS == AGEING_STEPS - 1,
+            is_oldest_first=self._is_oldest_first,
         )
+
+    @property
+    def _is_oldest_first(self) -> bool:
+        return self._num_reading_steps % AGEING_STEPS == AGEING_STEPS - 1
 
     def _due(self) -> Iterator[str]:
         """The waiting requests that may have a slot, the first of them first."""
@@ -217,6 +240,7 @@ class Scheduler:
         for assignment in plan.admitted:
             self._free_slots.remove(assignment.slot)
             self._running[assignment.slot] = self._waiting.pop(assignment.request_id)
+            self._slots[assignment.request_id] = assignment.slot
             self._reading.append(assignment.slot)
         num_read = Counter[str]()
         for chunk in plan.prefill:
@@ -236,7 +260,7 @@ class Scheduler:
         self._background.discard(request_id)
         if self._waiting.pop(request_id, None) is not None:
             return
-        slot = next(slot for slot, progress in self._running.items() if progress.request_id == request_id)
+        slot = self._slots.pop(request_id)
         del self._running[slot]
         self._free_slots.add(slot)
         (self._reading if slot in self._reading else self._decoding).remove(slot)

@@ -23,8 +23,8 @@ Made = TypeVar("Made")
 CPU_SLOTS, CPU_TOKEN_BUDGET = 16, 256
 # A step of 512 rows keeps a large GPU busy, and so does a prompt of 16,384 tokens: docs/performance.md
 GPU_SLOTS, GPU_TOKEN_BUDGET = 512, 16384
-# Two prompts of 1,000 tokens take about as long as two steps of 128 rows: those who decode wait no longer
-GPU_PROMPT_TOKENS_BESIDE = 2048
+# A prompt of 1,000 tokens takes about as long as two steps of 128 rows: those who decode wait no longer
+GPU_PROMPT_TOKENS_BESIDE = 1024
 # The share of a GPU's free memory that states may take by default: weights, graphs and prompts need the rest
 STATE_SHARE = 0.5
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.state.pages import Pages
-from nsm_core.state.row_copies import StateRows
+from nsm_core.state.row_copies import RowCopy, StateRows, copy_rows
 from nsm_core.state.spec import State, StateSpec
 from nsm_core.state.to_device import to_device
 
@@ -46,6 +46,7 @@ class StatePool:
         else:
             self._storage = _allocate(spec, num_rows, device, held_as)
         self._rows = StateRows(self._storage)
+        self._last_filled: tuple[Mapping[str, Tensor], StateRows] | None = None
         self._leased: set[int] = set()
         self.poison = poison
         if poison:
@@ -107,12 +108,24 @@ class StatePool:
         self.scatter((row,), state)
 
     def fill(self, rows: Sequence[int], state: Mapping[str, Tensor]) -> None:
-        """One state [1, *shape] becomes the content of all the rows, which are rising; neighbours by one copy."""
+        """One state [1, *shape] becomes the content of all the rows, which are rising; neighbours by one copy. It stays
+        as it is."""
         self.check_leased(rows)
+        if self._rows.parts is not None:  # one launch, not one for each tensor
+            source = self._as_held(state)
+            copy_rows([RowCopy(self._rows, row, source, 0) for row in rows])
+            return
         starts = [index for index, row in enumerate(rows) if index == 0 or row != rows[index - 1] + 1]
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
             for name, tensor in self._storage.items():
                 tensor[rows[start] : rows[stop - 1] + 1].copy_(state[name])
+
+    def _as_held(self, state: Mapping[str, Tensor]) -> StateRows:
+        """A state [1, *shape] in the dtypes of the rows; the last one is remembered, for it mostly is the start."""
+        if self._last_filled is None or self._last_filled[0] is not state:
+            held = {name: state[name].to(tensor.dtype).contiguous() for name, tensor in self._storage.items()}
+            self._last_filled = state, StateRows(held)
+        return self._last_filled[1]
 
     def copy(self, row: int) -> State:
         """The row's state [1, *shape], in memory of its own."""

@@ -82,6 +82,7 @@ class CudaExecutor:
         if self.options.graphs:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
+            self._prompts.record_next()  # for the first request
             self._launch_unrecorded()
 
     def prepare_more(self) -> bool:

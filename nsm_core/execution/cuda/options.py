@@ -52,7 +52,7 @@ class CudaOptions:
 
 def numerics(weights: CudaWeights, device: torch.device) -> str:
     """The class within which equal input gives equal bits."""
-    return f"cuda/{weights}/kernels-3/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
+    return f"cuda/{weights}/kernels-4/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
 
 
 def cuda_unsupported_reason(model: object) -> str | None:

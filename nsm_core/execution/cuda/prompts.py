@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nsm_core.execution.cuda.kernels.linear import Linear, run_linear
-from nsm_core.execution.cuda.kernels.prompt_attention import KEYS, attend_in_order
+from nsm_core.execution.cuda.kernels.prompt_attention import KEYS
+from nsm_core.execution.cuda.prompt_blocks import prompt_block
 from nsm_core.execution.cuda.weights import pack_matrix
-from nsm_core.model.attention import WindowAttention
 from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
@@ -49,10 +49,9 @@ def prompt_model(model: NsmModel, dtype: torch.dtype) -> NsmModel:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     own = copy.deepcopy(model, shared)
     for module in list(own.modules()):
-        if isinstance(module, WindowAttention):
-            module.attend = attend_in_order
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
                 is_fine = isinstance(module, Router) or (isinstance(module, KeyedMixer) and name == "rates")
                 setattr(module, name, TiledLinear(layer, torch.float32 if is_fine else dtype))
+    own.blocks = nn.ModuleList(prompt_block(block, dtype) for block in own.layers)
     return own

@@ -14,12 +14,14 @@ def record(work: Callable[[], None], device: torch.device, *, memory: Any = None
     `memory`: a `torch.cuda.graph_pool_handle()` shared by graphs that are never replayed at the same time.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            work()
+        work()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        # not by `torch.cuda.graph`: it gives the memory of all caches back first, which takes as long as the rest
+        graph.capture_begin(memory, "thread_local")
+        try:
             work()
+        finally:
+            graph.capture_end()
     return graph

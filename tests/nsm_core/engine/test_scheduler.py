@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.scheduler import LEAST_SHARE_STEPS, Chunk, Plan, Scheduler, SlotAssignment
+from nsm_core.engine.scheduler import (
+    LEAST_SHARE_STEPS,
+    PROMPT_TOKENS_A_ROW,
+    Chunk,
+    Plan,
+    Scheduler,
+    SlotAssignment,
+)
 from nsm_core.errors import Overloaded
 from tests.support.counts import scaled
 
@@ -224,6 +231,31 @@ def test_while_others_decode_a_step_reads_no_more_of_prompts_than_it_may() -> No
         lengths += [chunk.length for chunk in plan.prefill]
         scheduler.apply(plan)
     assert lengths == [8, 8, 4]
+
+
+def test_while_others_decode_a_step_reads_one_batch_of_prompts() -> None:
+    """Of a long and a short one the long one, unless the other was there first in a step of the oldest."""
+    scheduler = Scheduler(max_slots=9, token_budget=4096, queue_limit=9, prompt_unit=64, prompt_tokens_beside=1024)
+    decoding(scheduler, "a", is_background=False)
+    assert scheduler._num_reading_steps == 1
+    for name, prompt_len in (("short", 45), ("long", 900), ("longer", 950), ("longest", 1000)):
+        scheduler.add(name, prompt_len=prompt_len)
+    steps = []
+    while plan := scheduler.plan().prefill:
+        steps.append([(chunk.slot, chunk.length) for chunk in plan])
+        advance(scheduler)
+    assert steps == [[(2, 900)], [(3, 950)], [(1, 45)], [(4, 1000)]]
+
+
+def test_the_more_rows_decode_the_more_of_prompts_a_step_reads() -> None:
+    scheduler = Scheduler(max_slots=5, token_budget=400, queue_limit=4, prompt_tokens_beside=12)
+    decoding(scheduler, "a", is_background=False)
+    scheduler.add("long", prompt_len=1000)
+    assert [chunk.length for chunk in scheduler.plan().prefill] == [12]
+    scheduler.remove("long")
+    decoding(scheduler, "b", "c", is_background=False)
+    scheduler.add("long", prompt_len=1000)
+    assert [chunk.length for chunk in scheduler.plan().prefill] == [3 * PROMPT_TOKENS_A_ROW]
 
 
 def decoding(scheduler: Scheduler, *request_ids: str, is_background: bool) -> None:

@@ -152,7 +152,7 @@ def test_the_first_batches_of_a_size_are_read_without_recording_it(monkeypatch: 
         return Replayed(work)
 
     monkeypatch.setattr(prompt_reader, "record", record)
-    model = random_model(small_config(48, num_layers=1, layer_pattern="W", window=16))
+    model = random_model(small_config(48, num_layers=1, layer_pattern="W", window=16)).to("cuda" if HAS_GPU else "cpu")
     executor = CudaExecutor(model, num_rows=2, options=CudaOptions(weights=CudaWeights.FP32, graphs=False))
     reader = executor._prompts
     reader._memory = object()
