@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsm_core.errors import InvalidRequest
+from nsm_core.grammars.subschemas import BY_NAME, OF_SCHEMAS, subschemas
 from service.web.errors import shown
 
-# Keywords whose value is a schema, or has some in a list or by name
-ONE = ("items", "not", "contains")
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-BY_NAME = ("properties", "$defs", "definitions")
 COMBINING = {"anyOf", "oneOf", "allOf", "$ref"}  # may name further properties of the same object
 
 
@@ -58,9 +55,7 @@ def closed_if_possible(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 def _retains_properties(schema: Mapping[str, Any]) -> bool:
     """Whether every object in it still has its properties when it is closed."""
-    if _is_of_objects(schema) and not _names_all_properties(schema):
-        return False
-    return all(_retains_properties(part) for name, value in schema.items() for part in _schemas_in(name, value))
+    return all(_names_all_properties(part) for part in subschemas(schema) if _is_of_objects(part))
 
 
 def _names_all_properties(schema: Mapping[str, Any]) -> bool:
@@ -71,17 +66,6 @@ def _names_all_properties(schema: Mapping[str, Any]) -> bool:
     return all(isinstance(name, str) and name in properties for name in required)
 
 
-def _schemas_in(name: str, value: Any) -> list[dict[str, Any]]:
-    """The schemas that a keyword's value holds."""
-    if name in BY_NAME and isinstance(value, dict):
-        found = list(value.values())
-    elif name in LISTS and isinstance(value, list):
-        found = value
-    else:
-        found = [value] if name in ONE else []
-    return [part for part in found if isinstance(part, dict)]
-
-
 def _is_of_objects(schema: Mapping[str, Any]) -> bool:
     kind = schema.get("type")
     return "properties" in schema or kind == "object" or (isinstance(kind, list) and "object" in kind)
@@ -89,11 +73,13 @@ def _is_of_objects(schema: Mapping[str, Any]) -> bool:
 
 def _closed_parts(name: str, value: Any, param: str) -> Any:
     """The value of a keyword, with the schemas in it closed."""
-    if name in LISTS and isinstance(value, list):
-        return [_closed_one(part, f"{param}[{index}]") for index, part in enumerate(value)]
     if name in BY_NAME and isinstance(value, dict):
         return {key: _closed_one(part, f"{param}.{key}") for key, part in value.items()}
-    return _closed_one(value, param) if name in ONE else value
+    if name not in OF_SCHEMAS:
+        return value
+    if isinstance(value, list):
+        return [_closed_one(part, f"{param}[{index}]") for index, part in enumerate(value)]
+    return _closed_one(value, param)
 
 
 def _closed_one(value: Any, param: str) -> Any:
