@@ -457,7 +457,7 @@ class StoreConnection(sqlite3.Connection):
 def create_file(path: Path) -> None:
     """The database file, readable by its owner only, and a directory like it if there is none."""
     if not path.parent.exists():
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # another process may make it at the same moment
         path.parent.chmod(0o700)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
