@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import FastAPI, Header
+from fastapi import APIRouter, FastAPI, Header
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
@@ -37,6 +37,8 @@ HEADERS = {
 
 IfNoneMatch = Annotated[str, Header()]
 
+router = APIRouter(include_in_schema=False, default_response_class=Response)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asset:
@@ -58,19 +60,21 @@ class Asset:
 def add_playground(app: FastAPI) -> None:
     """The page at /, which /playground leads to, its scripts and styles under /playground/."""
     read_assets()
-    redirects = ((ASSETS_URL, to_page), (f"{ASSETS_URL}/", to_page))
-    for path, handler in ((PAGE_URL, page), *redirects, (f"{ASSETS_URL}/{{name}}", asset)):
-        app.add_api_route(path, handler, include_in_schema=False, response_class=Response)
+    app.router.routes.extend(router.routes)
 
 
+@router.get(PAGE_URL)
 async def page(if_none_match: IfNoneMatch = "") -> Response:
     return read_assets()[PAGE_NAME].response(if_none_match)
 
 
+@router.get(ASSETS_URL)
+@router.get(f"{ASSETS_URL}/")
 async def to_page() -> Response:
     return RedirectResponse(PAGE_URL)
 
 
+@router.get(f"{ASSETS_URL}/{{name}}")
 async def asset(name: str, if_none_match: IfNoneMatch = "") -> Response:
     assets = read_assets()
     if name not in assets or name == PAGE_NAME:
