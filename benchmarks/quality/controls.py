@@ -1,9 +1,9 @@
 """Short trainings of layers beside each other, and what their states then hold:
 `python -m benchmarks.quality.controls --data books --tokenizer tokenizer.json --out runs --output RESULT`.
 
-Keyed slots beside the layers of the literature, and with one thing changed (`trial_layers.py`), from new weights. An arm
-is one `nsm train` command, printed before it starts, with equal text and tokens for all; then the model is measured.
-RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call runs the arms that are missing, or
+Keyed slots beside the layers of the literature, and with one thing changed (`trial_layers.py`), from new weights.
+An arm is one `nsm train` command, printed before it starts, with equal text and tokens for all; then the model is
+measured. RESULT.jsonl gets a line for each arm, RESULT.md the table. A second call runs the arms that are missing, or
 with another seed (`--extra "--seed 1"`). The Transformer can be measured within 17,408 tokens: `--key-contexts 8192
 --key-distances 256 7168` with it.
 """
