@@ -156,6 +156,23 @@ def test_threads_change_no_bit(kind: str, num_threads: int) -> None:
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 16])
+def test_prompts_that_threads_read_side_by_side_have_the_same_bits(kind: str, num_threads: int) -> None:
+    """Pieces within one text, that end one and begin the next, and of many; beside a row that decodes."""
+    results = []
+    for threads in (1, num_threads):
+        executor = make_native(kind, num_threads=threads)
+        open_rows(executor, [0, 1, 2, 3])
+        counts = [(31, 1, 2, 40), (1, 257, 1, 1), (16, 16, 64, 3), (100, 1, 1, 100)]
+        hidden = [
+            torch.cat(executor.read([0, 1, 2, 3], [random_ids(count, seed) for seed, count in enumerate(lengths)]))
+            for lengths in counts
+        ]
+        results.append((torch.cat(hidden), [executor.pool.pack(row) for row in range(4)]))
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
 def test_R10_resume_from_packed_bytes_is_exact(kind: str) -> None:
     ids = random_ids(50)
     executor, other = make_native(kind), make_native(kind)

@@ -273,6 +273,21 @@ def test_R8_rows_that_threads_decode_apart_have_the_same_bits(num_rows: int, num
     assert got_states == want_states
 
 
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_prompts_that_threads_read_side_by_side_have_the_same_bits(num_threads: int) -> None:
+    results = []
+    for threads in (1, num_threads):
+        executor = make(Precision.INT8, "wide-heads", num_threads=threads)
+        open_rows(executor, (0, 1, 2))
+        hidden = [
+            torch.cat(executor.read((0, 1, 2), [random_ids(count, seed) for seed, count in enumerate(lengths)]))
+            for lengths in ((31, 1, 100), (1, 130, 1), (16, 16, 48))
+        ]
+        results.append((torch.cat(hidden), [executor.pool.pack(row) for row in range(3)]))
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_R10_resume_from_packed_bytes_is_exact(precision: Precision) -> None:
     ids = random_ids(40)

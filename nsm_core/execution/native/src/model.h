@@ -181,11 +181,13 @@ class Runner {
 
  private:
   Runner(const Model& model, const States& states, int num_threads, int piece_tokens, int64_t most_ahead);
-  // All rows in pieces, with the threads of this runner.
+  // All rows in pieces, one after the other with the threads of this runner, or side by side.
   void read(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden);
-  void run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden);
+  // Of all tokens of the run the ids and hidden vectors.
+  void run_piece(const Piece& piece, const int32_t* ids, float* hidden, const PieceTurn& turn);
   void start(const std::vector<Span>& spans, const int32_t* ids, int tokens);
-  void mix(int index, const std::vector<Span>& spans, int tokens);
+  void mix(int index, const std::vector<Span>& spans, int tokens, const PieceTurn& turn);
+  void mix_states(int index, const std::vector<Span>& spans);
   void mix_slots(int index, const std::vector<Span>& spans);
   void mix_keyed(int index, const std::vector<Span>& spans);
   void mix_attention(int index, const std::vector<Span>& spans);

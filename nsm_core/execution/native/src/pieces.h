@@ -1,10 +1,12 @@
-// How runners of both architectures cut a batch into pieces and lanes, and share a piece's tokens between threads.
+// How runners of both architectures cut a batch into pieces and lanes, and share them, or a piece's tokens, between threads.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <vector>
 
@@ -18,31 +20,112 @@ constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not w
 constexpr int LEAST_LANE_ROWS = 2;
 constexpr int LANE_TOKENS = 32;  // of a lane's piece; products of so many do not wait for memory
 
-// One row's tokens in a batch of a runner's `run`.
+// Tokens of the pieces that threads read side by side, at least: each piece goes through all weights.
+constexpr int LEAST_PIECE_TOKENS = 16;
+constexpr int PIECE_UNIT = 4;  // tokens that products take together
+
+// One row's tokens in a piece.
 struct Span {
   int32_t row;
   int first, tokens;  // among the piece's tokens
+  int begin;          // the row's tokens in the pieces before
 };
 
-// Calls run_piece(spans, tokens) for each piece of at most `piece_tokens`; row rows[i] has counts[i] tokens.
-template <typename RunPiece>
-void over_pieces(const int32_t* rows, const int32_t* counts, int num_rows, int piece_tokens, const RunPiece& run_piece) {
+// Tokens of a runner's `run` that pass the layers together; `first`: among all of its tokens.
+struct Piece {
   std::vector<Span> spans;
-  int filled = 0;
-  const auto flush = [&] {
-    run_piece(spans, filled);
-    spans.clear();
-    filled = 0;
-  };
-  for (int i = 0; i < num_rows; ++i)
-    for (int left = counts[i]; left > 0;) {
-      const int some = std::min(left, piece_tokens - filled);
-      spans.push_back({rows[i], filled, some});
-      filled += some;
-      left -= some;
-      if (filled == piece_tokens) flush();
+  int first, tokens;
+};
+
+// Row rows[i] has counts[i] tokens; pieces of `piece_tokens`, the last one of fewer.
+inline std::vector<Piece> cut_pieces(const int32_t* rows, const int32_t* counts, int num_rows, int piece_tokens) {
+  std::vector<Piece> pieces;
+  for (int i = 0, first = 0; i < num_rows; ++i)
+    for (int begin = 0; begin < counts[i];) {
+      if (pieces.empty() || pieces.back().tokens == piece_tokens) pieces.push_back({{}, first, 0});
+      Piece& piece = pieces.back();
+      const int some = std::min(counts[i] - begin, piece_tokens - piece.tokens);
+      piece.spans.push_back({rows[i], piece.tokens, some, begin});
+      piece.tokens += some;
+      begin += some, first += some;
     }
-  if (filled > 0) flush();
+  return pieces;
+}
+
+// Tokens of a piece that threads read side by side, at most LANE_TOKENS; 0: they share the work of a whole piece instead, since less than
+// half of them would get one.
+inline int side_by_side_tokens(int threads, int tokens) {
+  const int fewest = (tokens + LANE_TOKENS - 1) / LANE_TOKENS, even = (fewest + threads - 1) / threads * threads;
+  const int pieces = std::max(fewest, std::min(even, tokens / LEAST_PIECE_TOKENS));
+  if (pieces < 2 || 2 * pieces < threads) return 0;
+  const int each = (tokens + pieces - 1) / pieces;
+  return (each + PIECE_UNIT - 1) / PIECE_UNIT * PIECE_UNIT;
+}
+
+// Pieces that several threads read side by side. A layer's states of a piece are those that the piece before left there, where both have
+// tokens of one row. Threads take pieces in order, so the first one that is not done never waits.
+class PieceOrder {
+ public:
+  PieceOrder(const std::vector<Piece>& pieces, int num_layers) : pieces_(pieces), num_layers_(num_layers), layers_(pieces.size()) {}
+
+  // Returns when the piece before has left the states of this layer.
+  void wait(int piece, int layer) {
+    if (piece == 0 || pieces_[piece].spans.front().begin == 0) return;
+    const std::atomic<int>& before = layers_[piece - 1];
+    for (int look = 0; look < LOOKS; ++look, relax())
+      if (before > layer) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++num_asleep_;
+    changed_.wait(lock, [&] { return before > layer; });
+    --num_asleep_;
+  }
+  // The piece's states of this layer, and of those before, are as it leaves them.
+  void finish(int piece, int layer) {
+    layers_[piece] = layer + 1;
+    if (num_asleep_ == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+  void finish(int piece) { finish(piece, num_layers_ - 1); }
+
+ private:
+  const std::vector<Piece>& pieces_;
+  const int num_layers_;
+  std::vector<std::atomic<int>> layers_;  // of each piece, that are finished
+  std::atomic<int> num_asleep_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// A piece's part of an order; without one it waits for none.
+struct PieceTurn {
+  PieceOrder* order = nullptr;
+  int piece = 0;
+
+  void wait(int layer) const {
+    if (order != nullptr) order->wait(piece, layer);
+  }
+  void finish(int layer) const {
+    if (order != nullptr) order->finish(piece, layer);
+  }
+};
+
+// Calls task(runner, piece, turn) for each piece, on the runner of its thread. A thread is a part of a layer behind the one with the piece
+// before; they meet nowhere else. Raises bad_alloc where a task does.
+template <typename Runner, typename Task>
+void side_by_side(Team& team, const std::vector<std::unique_ptr<Runner>>& runners, const std::vector<Piece>& pieces, int num_layers,
+                  const Task& task) {
+  PieceOrder order(pieces, num_layers);
+  std::atomic<bool> has_memory{true};
+  team.run_long(static_cast<int>(pieces.size()), [&](int number, int thread) {
+    try {
+      task(*runners[thread], pieces[number], PieceTurn{&order, number});
+    } catch (const std::bad_alloc&) {  // which must not leave a thread, nor others waiting
+      has_memory = false;
+      order.finish(number);
+    }
+  });
+  if (!has_memory) throw std::bad_alloc();
 }
 
 // Calls task(token, thread) for each token in [0, tokens).

@@ -96,11 +96,15 @@ void Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const
 }
 
 void Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
-  over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
-    run_piece(spans, ids, tokens, hidden);
-    ids += tokens;
-    hidden += static_cast<int64_t>(tokens) * model_.shape.d_model;
-  });
+  const int each = team_.is_alone() ? 0 : side_by_side_tokens(team_.size(), std::accumulate(counts, counts + num_rows, 0));
+  const std::vector<Piece> pieces = cut_pieces(rows, counts, num_rows, each > 0 ? each : piece_tokens_);
+  if (each > 0)
+    side_by_side(team_, lanes_, pieces, model_.shape.num_layers, [&](Runner& runner, const Piece& piece, const PieceTurn& turn) {
+      runner.run_piece(piece, ids, hidden, turn);
+    });
+  else
+    for (const Piece& piece : pieces) run_piece(piece, ids, hidden, PieceTurn{});
+  for (int i = 0; i < num_rows; ++i) states_.positions[rows[i]] += counts[i];
 }
 
 // Calls task(first tile, last tile, thread) for groups of tiles; counts what they fetch. As many parts as threads: each arranges all
@@ -142,31 +146,32 @@ void Runner::norm_and_quantise(const float* gain, int tokens) {
   });
 }
 
-void Runner::run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden) {
-  start(spans, ids, tokens);
+void Runner::run_piece(const Piece& piece, const int32_t* ids, float* hidden, const PieceTurn& turn) {
+  const std::vector<Span>& spans = piece.spans;
+  const int d = model_.shape.d_model, tokens = piece.tokens;
+  start(spans, ids + piece.first, tokens);
   for (int index = 0; index < model_.shape.num_layers; ++index) {
     const Layer& layer = model_.layers[index];
     norm_and_quantise(layer.parts[MIXER_NORM].get(), tokens);
-    mix(index, spans, tokens);
+    mix(index, spans, tokens, turn);
     const int width = model_.shape.mixed_width(layer.kind);
     over_tokens(team_, tokens, [&](int token, int) {
       model_.kernels.quantise(mixed_.get() + static_cast<int64_t>(token) * width, width, quantised_, token);
     });
-    multiply(layer.out.view, quantised_, tokens, x_.get(), model_.shape.d_model, true);
+    multiply(layer.out.view, quantised_, tokens, x_.get(), d, true);
     feed_forward(layer, tokens);
   }
-  const int d = model_.shape.d_model;
+  float* out = hidden + static_cast<int64_t>(piece.first) * d;
   over_tokens(team_, tokens, [&](int token, int) {
     const int64_t first = static_cast<int64_t>(token) * d;
-    model_.kernels.norm(x_.get() + first, model_.final_norm.get(), d, model_.shape.eps, hidden + first);
+    model_.kernels.norm(x_.get() + first, model_.final_norm.get(), d, model_.shape.eps, out + first);
   });
-  for (const Span& span : spans) states_.positions[span.row] += span.tokens;
 }
 
 void Runner::start(const std::vector<Span>& spans, const int32_t* ids, int tokens) {
   const int d = model_.shape.d_model, half = model_.head_dim / 2;
   for (const Span& span : spans)
-    for (int i = 0; i < span.tokens; ++i) positions_[span.first + i] = states_.positions[span.row] + i;
+    for (int i = 0; i < span.tokens; ++i) positions_[span.first + i] = states_.positions[span.row] + span.begin + i;
   const float factor = std::sqrt(static_cast<float>(d));
   over_tokens(team_, tokens, [&](int token, int) {
     model_.kernels.embed(model_.embedding.view, ids[token], factor, x_.get() + static_cast<int64_t>(token) * d);
@@ -179,18 +184,30 @@ void Runner::start(const std::vector<Span>& spans, const int32_t* ids, int token
   });
 }
 
-void Runner::mix(int index, const std::vector<Span>& spans, int tokens) {
+void Runner::mix(int index, const std::vector<Span>& spans, int tokens, const PieceTurn& turn) {
   const Layer& layer = model_.layers[index];
   multiply(layer.project.view, quantised_, tokens, projected_.get(), model_.shape.projected_width(layer.kind), false);
-  if (layer.kind == ATTENTION) return mix_attention(index, spans);
-  const int d = model_.shape.d_model;
-  over_groups(layer.routing.rows, d, tokens, [&](int first, int last, int) {
-    model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, first, last, routing_.get(), routing_stride_, ahead_);
-  });
-  if (layer.kind == KEYED)
-    mix_keyed(index, spans);
-  else
-    mix_slots(index, spans);
+  if (layer.kind != ATTENTION) {
+    const int d = model_.shape.d_model;
+    over_groups(layer.routing.rows, d, tokens, [&](int first, int last, int) {
+      model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, first, last, routing_.get(), routing_stride_, ahead_);
+    });
+  }
+  turn.wait(index);
+  mix_states(index, spans);
+  turn.finish(index);
+}
+
+void Runner::mix_states(int index, const std::vector<Span>& spans) {
+  switch (model_.layers[index].kind) {
+    case ATTENTION:
+      return mix_attention(index, spans);
+    case KEYED:
+      mix_keyed(index, spans);
+      break;
+    case SLOTS:
+      mix_slots(index, spans);
+  }
   look_ahead(index, spans);
 }
 

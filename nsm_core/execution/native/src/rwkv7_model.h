@@ -106,9 +106,10 @@ class Rwkv7Runner {
     int tokens;
   };
 
-  // All rows in pieces, with the threads of this runner.
+  // All rows in pieces, one after the other with the threads of this runner, or side by side.
   void read(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden);
-  void run_piece(const std::vector<Span>& spans, int tokens, const float* embedded, float* hidden);
+  // Of all tokens of the run the embeddings and hidden vectors.
+  void run_piece(const Piece& piece, const float* embedded, float* hidden, const PieceTurn& turn);
   void time_mix(int layer, const std::vector<Span>& spans, int tokens);
   void read_heads(int layer, const std::vector<Span>& spans);
   void channel_mix(int layer, const std::vector<Span>& spans, int tokens);

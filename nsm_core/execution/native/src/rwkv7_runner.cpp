@@ -68,11 +68,15 @@ void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, 
 }
 
 void Rwkv7Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  over_pieces(rows, counts, num_rows, piece_tokens_, [&](const std::vector<Span>& spans, int tokens) {
-    run_piece(spans, tokens, embedded, hidden);
-    embedded += static_cast<int64_t>(tokens) * model_.shape.width;
-    hidden += static_cast<int64_t>(tokens) * model_.shape.width;
-  });
+  const int each = team_.is_alone() ? 0 : side_by_side_tokens(team_.size(), std::accumulate(counts, counts + num_rows, 0));
+  const std::vector<Piece> pieces = cut_pieces(rows, counts, num_rows, each > 0 ? each : piece_tokens_);
+  if (each > 0)
+    side_by_side(team_, lanes_, pieces, model_.shape.num_layers, [&](Rwkv7Runner& runner, const Piece& piece, const PieceTurn& turn) {
+      runner.run_piece(piece, embedded, hidden, turn);
+    });
+  else
+    for (const Piece& piece : pieces) run_piece(piece, embedded, hidden, PieceTurn{});
+  for (int i = 0; i < num_rows; ++i) states_.positions[rows[i]] += counts[i];
 }
 
 void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last, int thread) {
@@ -142,16 +146,18 @@ void Rwkv7Runner::over_shifted(const std::vector<Span>& spans, const std::vector
   }
 }
 
-void Rwkv7Runner::run_piece(const std::vector<Span>& spans, int tokens, const float* embedded, float* hidden) {
-  norm_all(0, FIRST_NORM, embedded, tokens, x_.get());
+void Rwkv7Runner::run_piece(const Piece& piece, const float* embedded, float* hidden, const PieceTurn& turn) {
+  const int64_t place = int64_t{piece.first} * model_.shape.width;
+  norm_all(0, FIRST_NORM, embedded + place, piece.tokens, x_.get());
   for (int layer = 0; layer < model_.shape.num_layers; ++layer) {
-    norm_all(layer, TIME_NORM, x_.get(), tokens, normed_.get());
-    time_mix(layer, spans, tokens);
-    norm_all(layer, CHANNEL_NORM, x_.get(), tokens, normed_.get());
-    channel_mix(layer, spans, tokens);
+    norm_all(layer, TIME_NORM, x_.get(), piece.tokens, normed_.get());
+    turn.wait(layer);
+    time_mix(layer, piece.spans, piece.tokens);
+    norm_all(layer, CHANNEL_NORM, x_.get(), piece.tokens, normed_.get());
+    channel_mix(layer, piece.spans, piece.tokens);
+    turn.finish(layer);
   }
-  norm_all(0, LAST_NORM, x_.get(), tokens, hidden);
-  for (const Span& span : spans) states_.positions[span.row] += span.tokens;
+  norm_all(0, LAST_NORM, x_.get(), piece.tokens, hidden + place);
 }
 
 void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens) {

@@ -13,19 +13,10 @@ constexpr microseconds PATIENCE{100};
 // The shortest is well below the 20 ms after which a server's other threads come for a core: a pause grows only where they
 // come more often.
 constexpr microseconds SHORTEST_PAUSE{1000}, LONGEST_PAUSE{1000000};
-constexpr int LOOKS = 2000;  // some tens of microseconds: the next part of a step mostly comes sooner
 
 uint64_t job_of(uint64_t ticket) { return ticket >> (2 * FIELD); }
 uint64_t count_of(uint64_t ticket) { return ticket >> FIELD & MASK; }
 uint64_t next_of(uint64_t ticket) { return ticket & MASK; }
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 

@@ -14,6 +14,17 @@
 
 namespace nsm {
 
+constexpr int LOOKS = 2000;  // of a thread, before it sleeps: some tens of microseconds
+
+// Between two of them.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // `run` hands out tasks from one counter, to the caller too. Nobody waits for a thread that has not come: what it would have
 // done is done by the others. A thread that lost its core in the middle of a task must be waited for, though: after that the
 // caller works alone for a while, longer each time it happens, so that a machine with other work to do costs the others'
