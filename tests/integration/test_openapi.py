@@ -318,7 +318,7 @@ def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -
     ids = api.ids(path)
 
     @settings(
-        max_examples=scaled(6, 300),
+        max_examples=scaled(4, 300),
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],  # a failure is shown with its request: to make that smaller takes minutes
     )

@@ -79,7 +79,7 @@ async def test_P4_turns_on_random_replicas_equal_those_on_one_process(
     temperature: float, alone: Gateway, pair: tuple[Gateway, Gateway]
 ) -> None:
     rng = random.Random(1)
-    for number in range(scaled(2, 50)):
+    for number in range(scaled(1, 50)):
         name, sampling = f"s{number}", {"temperature": temperature, "seed": number}
         await create(alone, name)
         await create(rng.choice(pair), name)

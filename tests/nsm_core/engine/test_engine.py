@@ -120,7 +120,7 @@ def test_R9_R15_request_in_a_random_batch_equals_its_solo_run(
 
 
 @pytest.mark.usefixtures("waiting_or_overlapped")
-@pytest.mark.parametrize("num_sessions", [scaled(20, 100)])
+@pytest.mark.parametrize("num_sessions", [scaled(12, 100)])
 def test_R15_sessions_interleaved_over_turns_equal_their_solo_transcripts(
     num_sessions: int, tiny_tokenizer: Tokenizer
 ) -> None:

@@ -23,6 +23,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
+from tests.support.counts import scaled
 
 pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 
@@ -70,7 +71,7 @@ def test_S1_S2_text_may_break_at_every_token(
     model = scripted(tiny_tokenizer, "It was the best of times, €é it was the worst", by_byte=by_byte)
     request = make_request(prompt_ids=PROMPT_IDS, ignore_eos=False, **{"max_tokens": 200, **settings})
     whole = run_one(make_engine(model, tiny_tokenizer), request)
-    for count in range(len(whole.ids) + 1):
+    for count in (*range(0, len(whole.ids), scaled(3, 1)), len(whole.ids)):
         got = run_one(make_engine(model, tiny_tokenizer, token_budget=8), after(request, whole, count))
         assert_goes_on(got, whole, count)
         assert got.end_state.state == whole.end_state.state

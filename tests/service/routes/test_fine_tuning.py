@@ -22,6 +22,7 @@ from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
 from service.tuning.process import tuning_threads
 from service.tuning.run import JobRun, _until_ended
+from tests.support.counts import every_second
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.tuning import file_of, pairs
@@ -115,8 +116,15 @@ async def test_fault_of_a_file_names_line_and_field(server: Gateway) -> None:
     assert (events.data[0].level, events.data[0].message) == ("error", job.error.message)
 
 
-@pytest.mark.parametrize("num_failures", [0, 1], ids=["first try", "second try"])
-@pytest.mark.parametrize("name", ["training.jsonl", "checkpoint.safetensors.partial"])
+@pytest.mark.parametrize(
+    ("name", "num_failures"),
+    [
+        pytest.param(name, num_failures, id=f"{name}-{num_failures}")
+        for row, name in enumerate(("training.jsonl", "checkpoint.safetensors.partial"))
+        for num_failures in (0, 1)
+        if every_second(row, num_failures)
+    ],
+)
 async def test_full_disk_fails_the_job(
     server: Gateway, monkeypatch: pytest.MonkeyPatch, name: str, num_failures: int
 ) -> None:

@@ -22,6 +22,7 @@ from service.stores.states.base import NewState
 from service.stores.states.sqlite import SqliteStateStore
 from tests.service.stores.sessions.test_sqlite import start_writer
 from tests.support import stored_sessions
+from tests.support.counts import scaled
 from tests.support.stored_sessions import commit, opened
 
 TENANT = "default"
@@ -100,7 +101,7 @@ async def test_sessions_can_be_deleted_from_a_full_disk_and_their_room_is_used_a
 @pytest.mark.tmpfs
 async def test_a_disk_may_be_filled_and_emptied_again_and_again(path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
-        for _ in range(3):
+        for _ in range(scaled(2, 3)):
             await fill_with_sessions(store)
             page = await store.list(tenant=TENANT, limit=1_000)
             for head in page.heads:
