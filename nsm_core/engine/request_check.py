@@ -35,8 +35,10 @@ class RequestCheck:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
         self._check_prompt(request.prompt_ids)
-        self._check_sampled(request)
-        self._check_state_positions(request.keep_states_at, len(request.prompt_ids))
+        if request.sampled_ids:
+            self._check_sampled(request)
+        if request.keep_states_at:
+            self._check_state_positions(request.keep_states_at, len(request.prompt_ids))
         validate_for_vocab(request.sampling, self.vocab_size)
         num_top = request.prompt_logprobs
         if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
@@ -47,7 +49,7 @@ class RequestCheck:
             self._check_resume(request.resume)
             if request.generated_counts:
                 raise InvalidRequest("generated_counts belong to the resumed state", param="generated_counts")
-        problem = self._counts_problem(request.generated_counts)
+        problem = self._counts_problem(request.generated_counts) if request.generated_counts else None
         if problem is not None:
             raise InvalidRequest(f"generated_counts {problem}", param="generated_counts")
 
@@ -73,7 +75,7 @@ class RequestCheck:
     @staticmethod
     def _check_state_positions(positions: tuple[int, ...], prompt_len: int) -> None:
         is_rising = all(before < after for before, after in itertools.pairwise(positions))
-        if positions and not (is_rising and positions[0] >= 1 and positions[-1] <= prompt_len):
+        if not (is_rising and positions[0] >= 1 and positions[-1] <= prompt_len):
             raise InvalidRequest(
                 f"keep_states_at must be rising numbers in [1, {prompt_len}], got {positions}", param="keep_states_at"
             )

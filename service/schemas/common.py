@@ -149,6 +149,11 @@ def is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
+def _empty(kind: type[dict[str, Any] | list[Any]], **options: Any) -> Any:
+    """A field that is empty by default. Of a default that is given as a value each body would get a deep copy."""
+    return Field(default_factory=kind, json_schema_extra={"default": kind()}, **options)
+
+
 class StreamOptions(RequestBody):
     """How a stream is framed. `include_obfuscation` is accepted and answered with none.
 
@@ -177,13 +182,13 @@ class SamplingFields(RequestBody):
     repetition_penalty: float = Field(default=1.0, description="in (0, 10]; 1 means none")
     presence_penalty: float = Field(default=0.0, description="in [-2, 2]")
     frequency_penalty: float = Field(default=0.0, description="in [-2, 2]")
-    logit_bias: dict[str, float] = Field(default={}, description="token id -> bias in [-100, 100]")
+    logit_bias: dict[str, float] = _empty(dict, description="token id -> bias in [-100, 100]")
     seed: int | None = Field(
         default=None, description="64 bits, signed or unsigned: in [-2^63, 2^64), -1 being 2^64 - 1; drawn when absent"
     )
-    stop: list[str] = Field(default=[], description=f"a string or up to {MAX_OWN_STOPS} of them")
+    stop: list[str] = _empty(list, description=f"a string or up to {MAX_OWN_STOPS} of them")
     min_tokens: int = Field(default=0, description="end of text and stop ids come after so many tokens at the earliest")
-    stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Annotated[list[int], FailFast()] = _empty(list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(default=False, description="go on after end of text")
     include_energy: bool = Field(default=False, description="joules in usage")
     timeout: float | None = Field(

@@ -83,14 +83,14 @@ class ClosingTransport(asyncio.Transport):
     out together, such as a head and its body: each call of the system costs more than all that led to it.
     """
 
-    __slots__ = ("_connection", "_loop", "_parts", "_transport", "largest_write", "write_uncounted")
+    __slots__ = ("_connection", "_loop", "_transport", "largest_write", "parts", "write_uncounted")
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._transport = transport
         self._connection = weakref.ref(connection)
         self._loop = connection.loop
-        self._parts: list[bytes | bytearray | memoryview] = []  # short writes that the next turn of the loop sends
+        self.parts: list[bytes | bytearray | memoryview] = []  # short writes that the next turn of the loop sends
         self.write_uncounted = transport.write  # for those who see to `largest_write`
         self.largest_write = 0  # bytes, since it was last set to 0: a transport keeps them until the last one is sent
 
@@ -110,18 +110,18 @@ class ClosingTransport(asyncio.Transport):
             self.flush()
             self._transport.write(data)
             return
-        if not self._parts:
+        if not self.parts:
             self._loop.call_soon(self.flush)
-        self._parts.append(data)
+        self.parts.append(data)
 
     def flush(self) -> None:
         """All writes so far are the transport's."""
-        if self._parts:
-            parts, self._parts = self._parts, []
+        if self.parts:
+            parts, self.parts = self.parts, []
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def abort(self) -> None:
-        self._parts.clear()
+        self.parts.clear()
         self._transport.abort()
 
     def pause_reading(self) -> None:
@@ -152,7 +152,8 @@ class DirectWriter:
         if not cycle.chunked_encoding or cycle.flow.write_paused:
             return None
         transport: ClosingTransport = cycle.transport  # type: ignore[assignment]  # a Connection has no other
-        transport.flush()
+        if transport.parts:
+            transport.flush()
         part = b"%x\r\n%b\r\n" % (len(data), data)
         transport.largest_write = max(transport.largest_write, len(part))
         self.num_parts += 1

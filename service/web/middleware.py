@@ -331,7 +331,7 @@ def path_template(scope: Scope, routes: Sequence[BaseRoute]) -> str:
 
 def logfmt(fields: Mapping[str, object]) -> str:
     """key=value pairs on one line; values with spaces or control characters are quoted."""
-    return " ".join(f"{key}={_quoted(str(value))}" for key, value in fields.items())
+    return " ".join([f"{key}={_quoted(value) if isinstance(value, str) else value}" for key, value in fields.items()])
 
 
 def _quoted(text: str) -> str:
