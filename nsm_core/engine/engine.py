@@ -87,6 +87,7 @@ class Engine:
             queue_limit=config.queue_limit,
             prompt_unit=made.prompt_unit,
             prompt_tokens_beside=config.prompt_tokens_beside,
+            reads_ragged=made.reads_ragged,
         )
         overlap = made.overlap if made.savepoint is None else None
         self.may_overlap = overlap is not None  # only then are there plain tokens for `take_tokens`

@@ -97,10 +97,11 @@ class Scheduler:
         queue_limit: int,
         prompt_unit: int = 1,
         prompt_tokens_beside: int | None = None,
+        reads_ragged: bool = False,
     ) -> None:
-        """`prompt_tokens_beside`: see EngineConfig."""
+        """`prompt_tokens_beside`: see EngineConfig; `reads_ragged`: see Executor."""
         self._token_budget, self._prompt_unit = token_budget, prompt_unit
-        self._most_beside = prompt_tokens_beside
+        self._most_beside, self._reads_ragged = prompt_tokens_beside, reads_ragged
         self._queue_limit = queue_limit
         self._free_slots = set(range(max_slots))
         self._max_background = max(1, max_slots // 2)
@@ -175,7 +176,7 @@ class Scheduler:
 
         What is left of a budget mostly is the begin of one prompt more, which would take a call of its own.
         """
-        batches = group_by_length(chunks, unit=self._prompt_unit)
+        batches = [] if self._reads_ragged else group_by_length(chunks, unit=self._prompt_unit)
         if len(batches) < 2:
             return chunks
         if self._is_oldest_first:

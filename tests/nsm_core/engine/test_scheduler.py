@@ -247,6 +247,14 @@ def test_while_others_decode_a_step_reads_one_batch_of_prompts() -> None:
     assert steps == [[(2, 900)], [(3, 950)], [(1, 45)], [(4, 1000)]]
 
 
+def test_prompts_that_one_call_reads_whatever_their_lengths_are_read_together() -> None:
+    scheduler = Scheduler(max_slots=9, token_budget=4096, queue_limit=9, prompt_tokens_beside=1024, reads_ragged=True)
+    decoding(scheduler, "a", is_background=False)
+    for name, prompt_len in (("short", 45), ("long", 900)):
+        scheduler.add(name, prompt_len=prompt_len)
+    assert [chunk.length for chunk in scheduler.plan().prefill] == [45, 900]
+
+
 def test_the_more_rows_decode_the_more_of_prompts_a_step_reads() -> None:
     scheduler = Scheduler(max_slots=5, token_budget=400, queue_limit=4, prompt_tokens_beside=12)
     decoding(scheduler, "a", is_background=False)
