@@ -147,7 +147,7 @@ class HasDevices(Protocol):
 
 def holder_of(backend: InferenceBackend) -> HoldsStates | None:
     """The backend, if its engine can hold states. A turn asks often, and a check for the protocol takes too long."""
-    return cast(HoldsStates, backend) if hasattr(backend, "fetch_state") else None
+    return cast(HoldsStates, backend) if hasattr(backend, "holds_states") else None
 
 
 class HoldsStates(Protocol):
