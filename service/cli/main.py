@@ -8,12 +8,18 @@ from collections.abc import Sequence
 
 import typer
 
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells report it
+
 
 def main() -> None:
     """The console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without some letter is no reason to stop in mid-text
-    app_for(sys.argv[1:])()
+    try:
+        app = app_for(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules are imported; later the commands see to it
+        raise SystemExit(INTERRUPTED) from None
+    app()
 
 
 def app_for(args: Sequence[str]) -> typer.Typer:

@@ -168,3 +168,13 @@ def test_the_console_script_takes_its_arguments_from_the_command_line(
         main()
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == "nsm: No such command 'bogus'.\n"
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("service.cli.main.app_for", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
