@@ -161,7 +161,6 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         Middleware(RequestContext, metrics=services.metrics, routes=routes),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(AnswerHead),
-        Middleware(CatchErrors),
         *_origins(settings),
         Middleware(TrackRequests, lifecycle=services.lifecycle),
         Middleware(Authenticate, tenants=services.tenants),
@@ -178,15 +177,19 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
 
 
 def _origins(settings: Settings) -> list[Middleware]:
-    """Who may ask from where. With keys every Host is served: a page that was re-bound here has none of them."""
+    """Who may ask from where. With keys every Host is served: a page that was re-bound here has none of them.
+
+    Errors are caught inside the layer that adds the headers of CORS: without them a page cannot read a refusal.
+    """
     origins = items_of(settings.cors_origins)
     names = None if settings.api_keys_file is not None else {settings.host, *items_of(settings.allowed_hosts)}
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
     )
     return [
-        Middleware(RequireHost, names=names),
         *([cors] if origins else []),
+        Middleware(CatchErrors),
+        Middleware(RequireHost, names=names),
         Middleware(RequireOwnOrigin, origins=origins),
     ]
 

@@ -1,7 +1,8 @@
 """Pure ASGI middleware, the innermost: finds the route of most requests at once, and calls its endpoint itself.
 
 The router asks its routes one after the other, and the framework wraps each call into handlers of errors and stacks of
-what is cleaned up. Errors that pass here are answered by `CatchErrors`, as the framework's handler answers them.
+what is cleaned up. Errors of an endpoint are answered here, by the framework's handler: the layers around add their
+headers to each answer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.web.errors import handle
 from service.web.json_body import JsonRoute
 
 Key = tuple[str, int, str, str | None]  # method, number of segments, the first two, the last if it is fixed
@@ -30,7 +32,11 @@ class RouteDirectly:
         if route is None or route.direct is None:
             await self.app(scope, receive, send)
             return
-        response = await route.direct(Request(scope, receive, send))
+        request = Request(scope, receive, send)
+        try:
+            response = await route.direct(request)
+        except Exception as error:
+            response = await handle(request, error)
         await response(scope, receive, send)
 
     def _find(self, scope: Scope) -> JsonRoute | None:

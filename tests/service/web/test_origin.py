@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, StorageFull
 from service.settings import load_settings
 from service.web.origin import host_name
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.raw_http import connect
-from tests.support.tenants import make_key, write_keys
+from tests.support.tenants import TestKey, make_key, write_keys
 
 SESSIONS = "/v1/sessions"
 
@@ -167,6 +167,52 @@ async def test_a_page_of_a_named_origin_may_use_the_server() -> None:
         assert "x-request-id" in created.headers["access-control-expose-headers"]
         other = await server.client.post(SESSIONS, json={}, headers={"origin": "https://evil.example"})
         assert other.status_code == 403
+
+
+async def test_a_page_of_a_named_origin_may_read_every_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise StorageFull("the disk is full")
+
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    many, one = make_key("many"), make_key("one")
+    limits = {"many": "requests_per_s = 1000\nburst = 1000", "one": "requests_per_s = 0.001\nburst = 1"}
+    keys = write_keys(tmp_path / "keys.toml", many, one, **limits)
+    backend = FakeBackend()
+    page = {"origin": "https://app.example", "content-type": "application/json"}
+    answers: dict[str, httpx.Response] = {}
+    async with gateway(backend, api_keys_file=keys, cors_origins="https://app.example", max_body_bytes=1000) as server:
+
+        async def ask(name: str, method: str, path: str, content: str = "", key: TestKey | None = many) -> None:
+            headers = {**page, **({} if key is None else key.headers)}
+            answers[name] = await server.client.request(method, path, content=content, headers=headers)
+
+        await ask("200", "POST", SESSIONS, '{"id": "s1"}')
+        await ask("200 stream", "POST", "/v1/completions", '{"prompt": "x", "max_tokens": 2, "stream": true}')
+        await ask("400 json", "POST", "/v1/completions", "{")
+        await ask("400 field", "POST", "/v1/completions", '{"promt": "x"}')
+        await ask("401", "GET", SESSIONS, key=None)
+        await ask("404 session", "GET", f"{SESSIONS}/none")
+        await ask("404 path", "GET", "/nowhere")
+        await ask("405", "PUT", SESSIONS)
+        await ask("409", "POST", f"{SESSIONS}/s1/generate", '{"input": "x", "expected_version": 7}')
+        await ask("413", "POST", SESSIONS, "x" * 1001)
+        await ask("415", "POST", SESSIONS + "/import", "x")
+        await ask("200 first", "GET", SESSIONS, key=one)
+        await ask("429", "GET", SESSIONS, key=one)
+        monkeypatch.setattr(server.services.store, "create", refuse)
+        await ask("507", "POST", SESSIONS, '{"id": "s2"}')
+        monkeypatch.setattr(server.services.store, "create", fail)
+        await ask("500", "POST", SESSIONS, '{"id": "s2"}')
+        backend.is_full = True
+        await ask("503", "POST", "/v1/completions", '{"prompt": "x"}')
+    for name, answer in answers.items():
+        assert str(answer.status_code) == name[:3]
+        assert answer.headers["access-control-allow-origin"] == page["origin"], name
+        assert answer.headers["vary"] == "Origin", name
+        assert "retry-after" in answer.headers["access-control-expose-headers"], name
+        assert ("x-ratelimit-limit-requests" in answer.headers) == (name not in ("401", "413")), name
 
 
 @pytest.mark.parametrize("value", ["app.example", "ftp://app.example", "https://app.example/", "https://a.example,x"])
