@@ -83,13 +83,14 @@ async def get_response(
     starting_after: Annotated[
         int | None, Query(ge=0, le=MAX_NUMBER, description="the sequence_number of the last event received")
     ] = None,
-    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
+    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it; it wins")] = None,
 ) -> Response:
-    """As it is now; with `stream` its events after `starting_after`, each once, on any replica."""
+    """As it is now; with `stream` its events after `Last-Event-ID`, or `starting_after`, each once, on any replica."""
     stored = await load_response(scope, response_id)
     if not stream:
         return json_response((await refresh_status(scope, stored)).response)
-    after = _last_number(last_event_id) if starting_after is None else starting_after
+    # an event source that lost its connection asks for the same URL, with the header beside it
+    after = _last_number(last_event_id) if last_event_id else -1 if starting_after is None else starting_after
     answer = ReadAnswer(scope, stored)
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
 
@@ -160,9 +161,7 @@ def _checked_key(key: str | None) -> str | None:
     return key
 
 
-def _last_number(last_event_id: str | None) -> int:
-    if not last_event_id:
-        return -1
+def _last_number(last_event_id: str) -> int:
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
         raise InvalidRequest(
             f"Last-Event-ID must be the id of an event of the stream, got {shown(last_event_id)}", param="Last-Event-ID"

@@ -34,21 +34,20 @@ async def read_stream(
     starting_after: Annotated[
         int | None, Query(ge=0, le=MAX_NUMBER, description="the number of the last frame received")
     ] = None,
-    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
+    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it; it wins")] = None,
 ) -> Response:
-    """The frames after `starting_after` (or `Last-Event-ID`), each once, while the turn runs and after it ended.
+    """The frames after `Last-Event-ID`, or else `starting_after`, each once, while the turn runs and after it ended.
 
     After the last frame there is nothing but the end. The id is the `id` in the stream's frames. Any replica answers;
     when the one that ran the turn is lost, this one continues it.
     """
-    after = _last_number(last_event_id) if starting_after is None else starting_after
+    # an event source that lost its connection asks for the same URL, with the header beside it
+    after = _last_number(last_event_id) if last_event_id else starting_after or 0
     answer = await open_stream(services, tenant, stream_id)
     return await send_turn(answer, is_stream=True, request_id=arrival.request_id, after=after)
 
 
-def _last_number(last_event_id: str | None) -> int:
-    if not last_event_id:
-        return 0
+def _last_number(last_event_id: str) -> int:
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
         raise InvalidRequest(
             f"Last-Event-ID must be the id of a frame of the stream, got {shown(last_event_id)}", param="Last-Event-ID"

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -160,6 +161,21 @@ class DirectWriter:
         return functools.partial(transport.write_uncounted, part)
 
 
+class CycleUntilClose(RequestResponseCycle):
+    """Answers a request of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class CountedApp:
     """The application, whose parts of answers count as unread while they wait for the ones before them."""
 
@@ -258,6 +274,8 @@ class Connection(BoundedHead):
     def on_headers_complete(self) -> None:
         if not self._is_cut:
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = CycleUntilClose  # uvicorn made it; its task has not begun
             if not self._should_upgrade() and self.scope["method"] != "HEAD":
                 self.scope["state"]["part_writer"] = DirectWriter(self.cycle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_S1_S10_whatever_was_received_the_rest_comes_once(server: Gateway)
         expected = [part for part in parts if number_of(part) > after]
         by_query, by_header = (
             await read(server, stream_id, after),
-            await read(server, stream_id, **{"last-event-id": str(after)}),
+            await read(server, stream_id, 1, **{"last-event-id": str(after)}),  # as event sources ask again
         )
         assert parts_of(by_query.text) == expected
         assert by_header.text == by_query.text
@@ -99,6 +100,21 @@ async def test_S1_S10_whatever_was_received_the_rest_comes_once(server: Gateway)
     assert (await read(server, stream_id, 10**18)).status_code == 400
     assert (await read(server, stream_id, **{"last-event-id": str(10**18)})).status_code == 400
     assert len(backend_of(server).requests) == 1
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_until_the_close(held: Gateway) -> None:
+    async with connect(held.url) as client:
+        body = json.dumps(BODY).encode()
+        lines = [f"POST {PATH} HTTP/1.0", "content-type: application/json", f"content-length: {len(body)}"]
+        await client.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        backend_of(held).release(5)
+        start = await client.read_until(b"id: 4\n")
+        backend_of(held).release_all()
+        answer, _, text = (start + await asyncio.wait_for(client.reader.read(), 60)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+    assert b"connection: close" in answer
+    stream = text.decode()
+    assert stream == (await read(held, id_of(stream))).text
 
 
 async def test_S10_a_running_stream_is_read_on_by_a_client_that_comes_back(held: Gateway) -> None:
