@@ -76,7 +76,7 @@ class SessionAnswer:
 
     async def frames(self, *, after: int = 0) -> AsyncGenerator[bytes, None]:
         """The frames numbered above `after`, together those that are ready together; the one with the finish reason
-        tells where the session is.
+        tells where the session is. Raises InvalidRequest at the end if that comes before `after`.
         """
         number, text_frame = 0, TextFrame(lambda text: frame(self._chunk(text_piece(text))))
         async with contextlib.aclosing(self.deltas()) as batches:
@@ -96,6 +96,10 @@ class SessionAnswer:
         if self._has_usage_chunk and after < number + 1:
             chunk = self._envelope.wrap(KIND, [], usage=self._usage())
             yield frame(chunk, event_id=number + 1)
+        last = number + (1 if self._has_usage_chunk else 0)
+        if after > last:  # the reader has another stream's number, and not what this one had
+            message = f"Last-Event-ID or starting_after must be at most {last}, this stream's last id, got {after}"
+            raise InvalidRequest(message)
 
     def _show_directly(self, text_frame: TextFrame) -> None:
         """Text goes to the connection without a task's turn, where turn and connection take it so."""

@@ -38,8 +38,8 @@ async def read_stream(
 ) -> Response:
     """The frames after `Last-Event-ID`, or else `starting_after`, each once, while the turn runs and after it ended.
 
-    After the last frame there is nothing but the end. The id is the `id` in the stream's frames. Any replica answers;
-    when the one that ran the turn is lost, this one continues it.
+    After the last frame there is nothing but the end; a number behind it is an error in the stream. The id is the `id`
+    in the stream's frames. Any replica answers; when the one that ran the turn is lost, this one continues it.
     """
     # an event source that lost its connection asks for the same URL, with the header beside it
     after = _last_number(last_event_id) if last_event_id else starting_after or 0

@@ -81,7 +81,8 @@ async def test_S10_frames_are_numbered_by_their_last_token_and_closing_frames_go
 async def test_S1_S10_whatever_was_received_the_rest_comes_once(server: Gateway) -> None:
     whole = (await server.client.post(PATH, json=BODY)).text
     parts, stream_id = parts_of(whole), id_of(whole)
-    for after in range(number_of(parts[-1]) + 2):
+    last = number_of(parts[-1])
+    for after in range(last + 1):
         expected = [part for part in parts if number_of(part) > after]
         by_query, by_header = (
             await read(server, stream_id, after),
@@ -90,13 +91,15 @@ async def test_S1_S10_whatever_was_received_the_rest_comes_once(server: Gateway)
         assert parts_of(by_query.text) == expected
         assert by_header.text == by_query.text
     assert (await read(server, stream_id)).text == whole
-    assert server.metric("nsm_stream_resume_total") == 2 * (number_of(parts[-1]) + 2) + 1
-    for far in (99_999_999_999_999_999, 10**18 - 1):  # behind the end there is nothing
+    assert server.metric("nsm_stream_resume_total") == 2 * (last + 1) + 1
+    for far in (last + 1, 99_999_999_999_999_999, 10**18 - 1):  # behind the end there is nothing, and it is said
         for answer in (
             await read(server, stream_id, far),
             await read(server, stream_id, **{"last-event-id": str(far)}),
         ):
-            assert (answer.status_code, answer.text) == (200, "data: [DONE]\n\n")
+            (error,) = (frame["error"] for frame in frames_of(answer.text))
+            assert error["type"] == "invalid_request_error"
+            assert f"at most {last}, this stream's last id, got {far}" in error["message"]
     assert (await read(server, stream_id, 10**18)).status_code == 400
     assert (await read(server, stream_id, **{"last-event-id": str(10**18)})).status_code == 400
     assert len(backend_of(server).requests) == 1
