@@ -45,6 +45,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, model_dir: Path, data_dir: Path
     monkeypatch.setenv("NSM_DATA_DIR", str(data_dir))
     monkeypatch.setenv("NSM_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    # this process's log is pytest's: a handler would stay, with a standard error that is closed after the command
+    monkeypatch.setattr("service.cli.serve.configure_logging", lambda *options: None)
 
 
 @pytest.fixture
