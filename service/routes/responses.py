@@ -17,7 +17,7 @@ from service.responses.format import frames
 from service.responses.records import load_response
 from service.responses.removal import cancel_response, delete_response
 from service.responses.running import refresh_status
-from service.routes.streams import MAX_ID_DIGITS, MAX_NUMBER
+from service.routes.streams import MAX_NUMBER, last_number
 from service.schemas.answers import DeletedAnswer, InputTokens, ItemPage, ResponseObject
 from service.schemas.items import list_object, page_of
 from service.schemas.responses import CountTokensBody, CreateResponseBody
@@ -90,7 +90,9 @@ async def get_response(
     if not stream:
         return json_response((await refresh_status(scope, stored)).response)
     # an event source that lost its connection asks for the same URL, with the header beside it
-    after = _last_number(last_event_id) if last_event_id else -1 if starting_after is None else starting_after
+    after = (
+        last_number(last_event_id, of="an event") if last_event_id else -1 if starting_after is None else starting_after
+    )
     answer = ReadAnswer(scope, stored)
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
 
@@ -159,11 +161,3 @@ def _checked_key(key: str | None) -> str | None:
             param="Idempotency-Key",
         )
     return key
-
-
-def _last_number(last_event_id: str) -> int:
-    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
-        raise InvalidRequest(
-            f"Last-Event-ID must be the id of an event of the stream, got {shown(last_event_id)}", param="Last-Event-ID"
-        )
-    return int(last_event_id)

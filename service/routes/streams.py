@@ -42,14 +42,15 @@ async def read_stream(
     in the stream's frames. Any replica answers; when the one that ran the turn is lost, this one continues it.
     """
     # an event source that lost its connection asks for the same URL, with the header beside it
-    after = _last_number(last_event_id) if last_event_id else starting_after or 0
+    after = last_number(last_event_id, of="a frame") if last_event_id else starting_after or 0
     answer = await open_stream(services, tenant, stream_id)
     return await send_turn(answer, is_stream=True, request_id=arrival.request_id, after=after)
 
 
-def _last_number(last_event_id: str) -> int:
+def last_number(last_event_id: str, *, of: str) -> int:
+    """The number in a `Last-Event-ID`. `of`: what it numbers. Raises InvalidRequest for any other text."""
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
         raise InvalidRequest(
-            f"Last-Event-ID must be the id of a frame of the stream, got {shown(last_event_id)}", param="Last-Event-ID"
+            f"Last-Event-ID must be the id of {of} of the stream, got {shown(last_event_id)}", param="Last-Event-ID"
         )
     return int(last_event_id)
