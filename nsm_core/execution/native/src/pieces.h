@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "team.h"
@@ -126,6 +127,16 @@ void side_by_side(Team& team, const std::vector<std::unique_ptr<Runner>>& runner
     }
   });
   if (!has_memory) throw std::bad_alloc();
+}
+
+// Calls task(runner, piece, turn) for the pieces of all rows' tokens: side by side, or on `whole` one after the other.
+template <typename Runner, typename Task>
+void over_pieces(Team& team, Runner& whole, const std::vector<std::unique_ptr<Runner>>& runners, const int32_t* rows, const int32_t* counts,
+                 int num_rows, int piece_tokens, int num_layers, const Task& task) {
+  const int each = team.is_alone() ? 0 : side_by_side_tokens(team.size(), std::accumulate(counts, counts + num_rows, 0));
+  const std::vector<Piece> pieces = cut_pieces(rows, counts, num_rows, each > 0 ? each : piece_tokens);
+  if (each > 0) return side_by_side(team, runners, pieces, num_layers, task);
+  for (const Piece& piece : pieces) task(whole, piece, PieceTurn{});
 }
 
 // Calls task(token, thread) for each token in [0, tokens).

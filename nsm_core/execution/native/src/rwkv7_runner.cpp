@@ -68,14 +68,8 @@ void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, 
 }
 
 void Rwkv7Runner::read(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
-  const int each = team_.is_alone() ? 0 : side_by_side_tokens(team_.size(), std::accumulate(counts, counts + num_rows, 0));
-  const std::vector<Piece> pieces = cut_pieces(rows, counts, num_rows, each > 0 ? each : piece_tokens_);
-  if (each > 0)
-    side_by_side(team_, lanes_, pieces, model_.shape.num_layers, [&](Rwkv7Runner& runner, const Piece& piece, const PieceTurn& turn) {
-      runner.run_piece(piece, embedded, hidden, turn);
-    });
-  else
-    for (const Piece& piece : pieces) run_piece(piece, embedded, hidden, PieceTurn{});
+  over_pieces(team_, *this, lanes_, rows, counts, num_rows, piece_tokens_, model_.shape.num_layers,
+              [&](Rwkv7Runner& runner, const Piece& piece, const PieceTurn& turn) { runner.run_piece(piece, embedded, hidden, turn); });
   for (int i = 0; i < num_rows; ++i) states_.positions[rows[i]] += counts[i];
 }
 
