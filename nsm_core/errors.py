@@ -18,7 +18,8 @@ NsmError
 ├── StateMismatch        a session was made by another model than the one that runs
 ├── SnapshotCorrupt      a session's stored bytes are damaged or another session's
 │   └── LogCorrupt       that is its token log, and so nothing can be made from it
-├── Overloaded           the queue is full, or the server is draining
+├── Overloaded           the queue is full
+│   └── ServerStopping       the server stops: it takes no new work, or did not finish this
 ├── DeadlineExceeded     the request's own deadline passed
 ├── GrammarFailed        an answer cannot go on within the grammar that its request asked for
 ├── NumericalError       the model gave values that are not finite for this request
@@ -164,6 +165,13 @@ class Overloaded(NsmError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.param = param
+
+
+class ServerStopping(Overloaded):
+    """The server is stopping. Another replica, or the next server, takes the request; try again after `retry_after_s`."""
+
+    def __init__(self, message: str = "the server is stopping and takes no new work") -> None:
+        super().__init__(message)
 
 
 class ModelUnavailable(NsmError):

@@ -140,15 +140,12 @@ def closer_codes() -> dict[str, str]:
 
 
 def raised_codes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(class, code) of each call like `NotFound(..., code="model_not_found")`, of functions that return an error and
-    have one as a parameter's default or give one a name, and of subclasses that have one of their own.
+    """(class, code) of each call like `NotFound(..., code="model_not_found")`, and of functions that return an error
+    and have one as a parameter's default or give one a name.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name):
             yield from ((node.returns.id, code) for code in (*default_codes(node), *named_codes(node)))
-        if isinstance(node, ast.ClassDef):
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            yield from ((base, code) for base in bases for code in named_codes(node))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             for keyword in node.keywords:
                 if keyword.arg == "code":
@@ -162,7 +159,7 @@ def default_codes(node: ast.FunctionDef) -> Iterator[str]:
             yield from texts_of(default)
 
 
-def named_codes(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+def named_codes(node: ast.FunctionDef) -> Iterator[str]:
     """Of assignments to `code` in the node's own body."""
     for statement in node.body:
         if isinstance(statement, ast.Assign) and any(

@@ -61,7 +61,6 @@ JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-PARAMETERS_PATH = ".function.parameters"  # of a tool's schema in a chat's body
 ANSWER = "answer"  # the name of the grammar behind a prefix
 
 
@@ -286,8 +285,8 @@ def _grammars_within(grammar: Grammar) -> list[Grammar]:
         return []
     source = json.loads(grammar.source)
     found = [
-        json_schema_grammar(parameters, param=f"{grammar.param}[{index}]{PARAMETERS_PATH}")
-        for index, (_, parameters) in enumerate(source["tools"])
+        json_schema_grammar(parameters, param=param)
+        for (_, parameters), param in zip(source["tools"], source["params"], strict=True)
     ]
     return found if source["form"] is None else [*found, Grammar(**{"param": grammar.param, **source["form"]})]
 

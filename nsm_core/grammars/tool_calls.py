@@ -20,11 +20,14 @@ Need = Literal["auto", "required"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """`parameters`: the JSON schema of its arguments, which are an object."""
+    """`parameters`: the JSON schema of its arguments, which are an object. `param`: the field of the request that had
+    it, which refusals name.
+    """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
+    param: str = "parameters"
 
 
 def tools_text(tools: Sequence[Tool], form: ToolFormName) -> str:
@@ -84,6 +87,7 @@ def tools_grammar(
         "has_many": has_many,
         "calls": calls,
         "tools": [[tool.name, dict(tool.parameters)] for tool in tools],
+        "params": [tool.param for tool in tools],
         "form": None if form is None else {"kind": form.kind, "source": form.source, "param": form.param},
     }
     return Grammar(kind="tools", source=json.dumps(source, ensure_ascii=False), prefix=prefix, param=param)

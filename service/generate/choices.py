@@ -20,7 +20,7 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.engine.stream_pace import Write
-from nsm_core.errors import NsmError, Overloaded
+from nsm_core.errors import NsmError, ServerStopping
 from service.backends.background import with_priority
 from service.backends.base import Divertible, Generation, InferenceBackend
 from service.deps import Arrival, Services
@@ -305,5 +305,5 @@ def final_event(event: Finished, choice: Choice) -> Finished:
         )
     if event.reason is FinishReason.ABORT:
         # nobody here asked for it: whoever cancels a group no longer reads it
-        raise Overloaded("the server is stopping; this request was not finished")
+        raise ServerStopping("the server is stopping; this request was not finished")
     return event

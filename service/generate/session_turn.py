@@ -38,7 +38,7 @@ from service.turns.follower import stream_not_found
 from service.turns.turn import Turn, TurnOutcome, TurnSource
 from service.web.errors import shown
 from service.web.json_body import json_response
-from service.web.sse import EventStream, PartWriter, TextFrame, frame, until_done, write_nothing
+from service.web.sse import EventStream, PartWriter, TextFrame, frame, require_within, until_done, write_nothing
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
@@ -96,10 +96,7 @@ class SessionAnswer:
         if self._has_usage_chunk and after < number + 1:
             chunk = self._envelope.wrap(KIND, [], usage=self._usage())
             yield frame(chunk, event_id=number + 1)
-        last = number + (1 if self._has_usage_chunk else 0)
-        if after > last:  # the reader has another stream's number, and not what this one had
-            message = f"Last-Event-ID or starting_after must be at most {last}, this stream's last id, got {after}"
-            raise InvalidRequest(message)
+        require_within(after, last=number + (1 if self._has_usage_chunk else 0))
 
     def _show_directly(self, text_frame: TextFrame) -> None:
         """Text goes to the connection without a task's turn, where turn and connection take it so."""

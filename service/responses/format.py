@@ -15,7 +15,7 @@ from service.generate.openai_format import energy_of
 from service.schemas.items import Item
 from service.schemas.responses import CreateResponseBody
 from service.web.errors import answer, report, rule_of
-from service.web.sse import frame
+from service.web.sse import frame, require_within
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 LAST_EVENTS = {
@@ -128,20 +128,22 @@ async def frames(
     batches: AsyncGenerator[list[Event], None], *, request_id: str, starting_after: int = -1
 ) -> AsyncGenerator[bytes, None]:
     """Events as server-sent events, those that came together in one piece. Up to number `starting_after` they are
-    left out.
+    left out; a number behind the last event is an error.
 
     What fails on the way is one more event: the status is out already. It is not of the response's own, so it takes no
     number, and whoever reads on after the last one that came gets the rest.
     """
-    number = max(starting_after, 0)
+    number, last = max(starting_after, 0), -1
     try:
         async with contextlib.aclosing(batches):
             async for batch in batches:
+                last = batch[-1]["sequence_number"] if batch else last
                 for some in _parts_of([event for event in batch if event["sequence_number"] > starting_after]):
                     number = some[-1]["sequence_number"]
                     yield b"".join(
                         frame(event, event=event["type"], event_id=event["sequence_number"]) for event in some
                     )
+        require_within(starting_after, last=last)
     except Exception as error:
         report(error, request_id=request_id)
         shown = answer(error, request_id=request_id)

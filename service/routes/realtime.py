@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from nsm_core.errors import Overloaded
+from nsm_core.errors import Overloaded, ServerStopping
 from service.deps import Services
 from service.realtime.connection import IDLE_S, NORMAL, RealtimeConnection, Socket
 from service.realtime.conversation import Conversation
@@ -52,7 +52,7 @@ async def realtime(websocket: WebSocket) -> None:
     """`model`: as in a body. `session`: the session to go on with; else a new one, whose id `session.created` tells."""
     services: Services = websocket.app.state.services
     if services.lifecycle.is_draining:
-        raise Overloaded("the server is stopping and takes no new work")
+        raise ServerStopping
     if len(_open) >= MAX_CONNECTIONS:
         raise Overloaded(f"{MAX_CONNECTIONS} realtime connections are open, which is the limit")
     query = websocket.query_params

@@ -85,7 +85,10 @@ async def get_response(
     ] = None,
     last_event_id: Annotated[str | None, Header(description="the same, as event sources send it; it wins")] = None,
 ) -> Response:
-    """As it is now; with `stream` its events after `Last-Event-ID`, or `starting_after`, each once, on any replica."""
+    """As it is now; with `stream` its events after `Last-Event-ID`, or `starting_after`, each once, on any replica.
+
+    After the last event there is nothing; a number behind it is an error in the stream.
+    """
     stored = await load_response(scope, response_id)
     if not stream:
         return json_response((await refresh_status(scope, stored)).response)

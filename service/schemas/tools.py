@@ -109,11 +109,13 @@ def _read_tool(tool: Any, param: str, *, nested: bool) -> Tool:
         if name not in FUNCTION_FIELDS | ({"type", "function"} if nested else set()):
             raise InvalidRequest(f"unknown field {shown(name)} in {where}", param=f"{where}.{name}")
     is_strict = read_strict(function.get("strict"), f"{where}.strict")
-    parameters = _checked_parameters(function.get("parameters"), f"{where}.parameters")
+    of_parameters = f"{where}.parameters"
+    parameters = _checked_parameters(function.get("parameters"), of_parameters)
     return Tool(
         name=_checked_name(function.get("name"), f"{where}.name"),
         description=_checked_description(function.get("description"), f"{where}.description"),
-        parameters=_closed(parameters, f"{where}.parameters", is_strict=is_strict, by_default=not nested),
+        parameters=_closed(parameters, of_parameters, is_strict=is_strict, by_default=not nested),
+        param=of_parameters,
     )
 
 

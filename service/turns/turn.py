@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent
 from nsm_core.engine.stream_pace import Write
-from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
+from nsm_core.errors import LeaseLost, NsmError, ServerStopping, TurnCancelled
 from service.backends.base import Generation
 from service.state.rebuild import RebuildReason
 from service.state.resume import ResumedSession, TurnRequest
@@ -359,10 +359,8 @@ class Follower:
             self._turn.reader_left()
 
 
-class HandedOver(Overloaded):
+class HandedOver(ServerStopping):
     """The server stops before the turn has ended. Its record still runs: another process continues it."""
-
-    code = "server_stopping"
 
     def __init__(self) -> None:
         super().__init__("the server is stopping; whoever reads on from another replica, or later, gets the rest")
@@ -378,9 +376,9 @@ class TakenOver(LeaseLost):
         )
 
 
-def stopping() -> Overloaded:
+def stopping() -> ServerStopping:
     """The error of a turn that cannot be resumed when the server stops."""
-    return Overloaded("the server is stopping; nothing of this turn was kept")
+    return ServerStopping("the server is stopping; nothing of this turn was kept")
 
 
 def _reason(end: TurnOutcome) -> Literal["stop", "length", "abort", "error"]:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Receive, Scope
 
-from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from nsm_core.errors import BodyTooLarge, BodyTooSlow, ServerStopping
 from service.web.json_body import JsonRoute
 
 LINES, TEXT = "application/x-ndjson", "text/plain"
@@ -73,7 +73,7 @@ async def read_live(
     """The pieces of the body. The next one is taken from the network only when it is asked for: a client that sends
     faster than its session reads has to wait.
 
-    Raises ClientDisconnect, BodyTooLarge, BodyTooSlow, or Overloaded when the server stops.
+    Raises ClientDisconnect, BodyTooLarge, BodyTooSlow, or ServerStopping.
     """
     num_bytes, deadline = 0, time.monotonic() + whole_s
     while True:
@@ -82,7 +82,7 @@ async def read_live(
             last = min(time.monotonic() + idle_s, deadline)
             while not message.done():
                 if is_stopping():
-                    raise Overloaded("the server is stopping and takes no new work")
+                    raise ServerStopping
                 left_s = last - time.monotonic()
                 if left_s <= 0:
                     raise BodyTooSlow(

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded, ServerStopping
 from nsm_core.random_ids import random_id
 from service.lifecycle.lifecycle import Lifecycle
 from service.served_models import holding_models
@@ -152,7 +152,7 @@ class TrackRequests:
             await self.app(scope, receive, send)
             return
         if self.lifecycle.is_draining and scope["method"] not in ("GET", "HEAD"):
-            response = answer(Overloaded("the server is stopping and takes no new work")).response()
+            response = answer(ServerStopping()).response()
             response.headers["connection"] = "close"  # so that the next try reaches another replica
             await response(scope, receive, send)
             return

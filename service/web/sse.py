@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nsm_core.engine.stream_pace import Write
+from nsm_core.errors import InvalidRequest
 from service.web.errors import answer, report
 
 DONE = b"data: [DONE]\n\n"
@@ -34,6 +35,14 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
     if event is not None:
         head += b"event: %s\n" % event.encode()
     return b"%sdata: %s\n\n" % (head, orjson.dumps(data))
+
+
+def require_within(after: int, *, last: int) -> None:
+    """Raises InvalidRequest where a reader has had more than the stream has: its number is another stream's."""
+    if after > last:
+        raise InvalidRequest(
+            f"Last-Event-ID or starting_after must be at most {last}, this stream's last id, got {after}"
+        )
 
 
 class TextFrame:

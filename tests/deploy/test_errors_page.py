@@ -38,7 +38,7 @@ def test_type_of_every_error_follows_its_status_as_the_page_says() -> None:
 
 def test_every_code_in_the_source_is_on_the_page() -> None:
     found, on_page = codes_in_source(), set(re.findall(r"`(\w+)`", page()))
-    assert {"invalid_http", "server_stopping", "invalid_line", "model_changed", "response_not_found"} <= found
+    assert {"invalid_http", "invalid_line", "model_changed", "response_not_found"} <= found
     assert found - on_page == COMMANDS_ONLY
 
 
@@ -61,7 +61,7 @@ def codes_in_source() -> frozenset[str]:
             for value in code_arguments(node, positions):
                 named = constants.get(value.id, []) if isinstance(value, ast.Name) else []
                 found.update([*texts_of(value), *named])
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef):
             found.update(named_codes(node))
     return frozenset(found)
 

@@ -101,10 +101,10 @@ def test_a_form_takes_the_texts_place(compiler: GrammarCompiler, tiny_tokenizer:
 
 
 def test_the_tool_whose_schema_is_refused_is_named(compiler: GrammarCompiler) -> None:
-    wrong = Tool(name="wrong", description="", parameters={"type": "object", "not": {}})
+    wrong = Tool(name="wrong", description="", parameters={"type": "object", "not": {}}, param="tools[7].parameters")
     with pytest.raises(InvalidRequest, match="not") as refusal:
         compiler.matcher(tools_grammar([*TOOLS, wrong], need="auto", has_many=False))
-    assert refusal.value.param == "tools[2].function.parameters"
+    assert refusal.value.param == "tools[7].parameters"
 
 
 @pytest.mark.parametrize(

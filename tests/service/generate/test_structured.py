@@ -207,12 +207,26 @@ async def test_a_responses_format_that_cannot_be_held_is_a_400(server: Gateway) 
 
 
 async def test_a_tools_schema_that_no_arguments_can_have_is_a_400_that_names_it(server: Gateway) -> None:
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": {"type": "object", **more}}}
+    """As the request has it, also where the choice leaves out the tools before it."""
+    functions = [
+        {"name": name, "parameters": {"type": "object", **more}}
         for name, more in (("good", {}), ("bad", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}))
     ]
-    answer = await server.client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": tools})
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "tools[1].function.parameters")
+    nested = [{"type": "function", "function": function} for function in functions]
+    flat = [{"type": "function", **function} for function in functions]
+    bad: dict[str, object] = {"type": "function", "function": {"name": "bad"}}
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": nested}, "tools[1].function.parameters"),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "tools": nested, "tool_choice": bad},
+            "tools[1].function.parameters",
+        ),
+        ("/v1/responses", {"input": "a", "tools": flat}, "tools[1].parameters"),
+    ):
+        answer = await server.client.post(path, json=body)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+        assert error_of(answer)["message"].startswith(f"{param} cannot be used as a grammar")
 
 
 async def test_the_deadline_holds_while_a_form_is_not_answered() -> None:

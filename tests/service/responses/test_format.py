@@ -46,9 +46,17 @@ async def test_a_write_has_a_bound() -> None:
     assert [number for part in parts for number in part] == list(range(2 * EVENTS_AT_ONCE + 1))
 
 
-@pytest.mark.parametrize(("after", "rest"), [(0, [[1, 2], [3]]), (1, [[2], [3]]), (2, [[3]]), (3, []), (9, [])])
+@pytest.mark.parametrize(("after", "rest"), [(0, [[1, 2], [3]]), (1, [[2], [3]]), (2, [[3]]), (3, [])])
 async def test_S9_reading_on_may_begin_within_a_batch(after: int, rest: list[list[int]]) -> None:
     assert numbers(await written(3, 1, starting_after=after)) == rest
+
+
+async def test_S10_a_number_behind_the_last_event_is_an_error() -> None:
+    """Its reader has another stream's number, and not what this one had."""
+    for sizes, last in (((3, 1), 3), ((), -1)):
+        ((event,),) = await written(*sizes, starting_after=4)
+        assert event["type"] == "error"
+        assert f"at most {last}, this stream's last id, got 4" in event["message"]
 
 
 async def test_an_error_is_told_by_the_number_of_the_last_event() -> None:

@@ -55,6 +55,6 @@ async def test_a_stopping_server_is_not_ready_and_takes_no_new_work() -> None:
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["connection"] == "close"
-        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.json()["error"]["code"] == "server_stopping"
         assert (await server.client.get("/metrics")).status_code == 200
         assert (await server.client.get("/health/live")).status_code == 200

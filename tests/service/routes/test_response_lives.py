@@ -89,6 +89,15 @@ async def test_S10_a_stream_is_read_on_from_any_event(server: Gateway, after: in
     assert events_of(answer) == events[after + 1 :]
 
 
+async def test_S10_a_number_behind_a_responses_last_event_is_an_error_in_the_stream(server: Gateway) -> None:
+    events = await stream(server)
+    last = events[-1]["sequence_number"]
+    for far in (last + 1, 10**18 - 1):
+        (error,) = await read_stream(server, events[-1]["response"]["id"], starting_after=far)
+        assert error["type"] == "error"
+        assert f"at most {last}, this stream's last id, got {far}" in error["message"]
+
+
 async def test_S10_a_client_that_leaves_comes_back_to_its_running_stream() -> None:
     backend = FakeBackend(SCRIPT, hold=True)
     async with gateway(backend, is_live=True) as server:

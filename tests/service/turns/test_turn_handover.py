@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsm_core.errors import Overloaded, TurnCancelled
+from nsm_core.errors import ServerStopping, TurnCancelled
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.turns.codec import decode_tokens
 from service.turns.turn import HandedOver, Turn, TurnOutcome, stopping
@@ -86,7 +86,7 @@ async def test_a_turn_whose_client_cannot_come_back_ends_with_nothing_kept(
     await written(store, one, 2)
     await one.stop()
     error = (await collect(opened))[1].error
-    assert (type(error), str(error)) == (Overloaded, str(stopping()))
+    assert (type(error), str(error)) == (ServerStopping, str(stopping()))
     assert (await record_of(store)).status == "failed"
     assert (await collect(await two.open(5, request_id="r2")))[1].head.version == 1
     assert one.count("nsm_turn_handover_total") == 0

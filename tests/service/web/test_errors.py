@@ -12,6 +12,7 @@ from nsm_core.errors import (
     NotFound,
     NsmError,
     Overloaded,
+    ServerStopping,
     SessionBusy,
     SnapshotCorrupt,
     StorageFull,
@@ -24,7 +25,7 @@ from service.web.errors import RULES, answer, report, rule_of, shown
 
 def test_every_error_has_a_status() -> None:
     direct = set(NsmError.__subclasses__())
-    assert direct <= set(RULES) <= direct | {StoreDamaged, StoreReplaced, LogCorrupt}
+    assert direct <= set(RULES) <= direct | {ServerStopping, StoreDamaged, StoreReplaced, LogCorrupt}
 
 
 def test_a_subclass_is_answered_like_its_parent() -> None:
@@ -66,6 +67,17 @@ def test_a_subclass_is_answered_like_its_parent() -> None:
             503,
             {"message": "full", "type": "server_error", "param": None, "code": "overloaded"},
             {"retry-after": "3"},
+        ),
+        (
+            ServerStopping(),
+            503,
+            {
+                "message": "the server is stopping and takes no new work",
+                "type": "server_error",
+                "param": None,
+                "code": "server_stopping",
+            },
+            {"retry-after": "1"},
         ),
         (
             EngineDead("dead"),
