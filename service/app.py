@@ -54,7 +54,7 @@ from service.telemetry.tracing.tracing import Tracing
 from service.tuning.runner import JobRunner, job_directory
 from service.web.authentication import Authenticate
 from service.web.direct_routes import RouteDirectly
-from service.web.errors import handle
+from service.web.errors import handle, raise_not_found
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import ShedLoad
 from service.web.middleware import AnswerHead, Body, CatchErrors, RequestContext, TrackRequests
@@ -127,6 +127,7 @@ def create_app(
     app.needs_key = services.tenants.has_keys
     for route in ROUTES:
         app.router.routes.extend(route.router.routes)  # as they are: including them would make each again
+    app.router.default = raise_not_found
     add_docs_page(app)
     if settings.playground:
         add_playground(app)

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from nsm_core.errors import (
     BodyTooLarge,
@@ -191,11 +192,22 @@ async def handle(request: Request, error: Exception) -> Response:
     """The exception handler of the whole application."""
     request_id = request.scope.get("state", {}).get("request_id")
     if isinstance(error, HTTPException) and error.detail == "Not Found":
-        error = HTTPException(404, f"nothing is served at {request.method} {request.url.path}")
+        error = HTTPException(404, _nothing_at(request.scope))
     elif isinstance(error, HTTPException) and error.status_code == 405:
         error = _method_not_allowed(request, error)
     report(error, request_id=request_id)
     return answer(error, request_id=request_id).response()
+
+
+async def raise_not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """What no route takes. The router's own end answers 403 to a WebSocket."""
+    raise HTTPException(404)
+
+
+def _nothing_at(scope: Scope) -> str:
+    if scope["type"] == "websocket":
+        return f"no WebSocket is served at {scope['path']}"
+    return f"nothing is served at {scope['method']} {scope['path']}"
 
 
 def _method_not_allowed(request: Request, error: HTTPException) -> HTTPException:

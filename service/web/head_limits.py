@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from http import HTTPStatus
 
 from httptools import HttpParserCallbackError, HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from service.web.errors import INVALID, ErrorAnswer
+from service.web.middleware import refusal_of_connection
 
 RECEIVE_TIMEOUT_S = 30.0  # for a head; between two pieces of a body
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; nginx's own limit is 32 KiB
@@ -85,14 +87,11 @@ class BoundedHead(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
         """The standard error body, without the application."""
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        body = json.dumps({"error": error}).encode()
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        refused = ErrorAnswer(status=status.value, type=INVALID, message=message, code=code)
+        response = refusal_of_connection(refused)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(b"%b: %b" % header for header in headers)]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
 
     def _begin(self) -> None:

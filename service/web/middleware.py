@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +20,7 @@ from service.lifecycle.lifecycle import Lifecycle
 from service.served_models import holding_models
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.request_context import ARRIVAL, WHOLE_BODY, CurrentRequest, answering
-from service.web.errors import answer, report
+from service.web.errors import ErrorAnswer, answer, report
 from service.web.headers import header
 from service.web.live_body import is_live
 
@@ -55,18 +56,14 @@ class RequestContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            request_id = f"req_{random_id()}"
-            scope.setdefault("state", {})["request_id"] = request_id
-            with answering(request_id):
-                await self.app(scope, receive, send)
+            await self._open_websocket(scope, receive, send)
             return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         arrival: float = state.setdefault(ARRIVAL, time.monotonic())
-        given = header(scope, b"x-request-id")
-        request_id = given if REQUEST_ID.fullmatch(given) else f"req_{random_id()}"
+        request_id = _id_of(scope)
         state.update(request_id=request_id, send_part=send, stream_ping_s=PING_S)
         status = CLIENT_LEFT
 
@@ -84,6 +81,20 @@ class RequestContext:
                 del state["send_part"]  # it leads to the scope: without it, all that the request held goes at once
                 self._report(scope, request, status, time.monotonic() - arrival)
 
+    async def _open_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A refused handshake is an answer as any other."""
+        request_id = _id_of(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "websocket.http.response.start":
+                add_headers(message["headers"], request_id)
+                _log({"request_id": request_id, "path": scope["path"], "status": message["status"]})
+            await send(message)
+
+        with answering(request_id):
+            await self.app(scope, receive, send_with_headers)
+
     def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:
         route = path_template(scope, self.routes)
         self.metrics.requests.http_answered(method=scope["method"], route=route, status=status, error=request.error)
@@ -99,7 +110,7 @@ class RequestContext:
             "duration_ms": round(duration_s * 1000, 1),
             **who,
         }
-        access_logger.info(logfmt(fields), extra={"fields": fields})
+        _log(fields)
 
 
 class AnswerHead:
@@ -312,6 +323,24 @@ class WatchedRequest:
             task.cancel()
 
 
+def refusal_of_connection(refused: ErrorAnswer) -> Response:
+    """Of what is no request, and so never comes here: with an id, its line in the log and the headers of all answers."""
+    response, request_id = refused.response(), new_request_id()
+    add_headers(response.raw_headers, request_id)
+    _log({"request_id": request_id, "status": refused.status, "code": refused.code or refused.type})
+    return response
+
+
+def _id_of(scope: Scope) -> str:
+    """The client's own, if it is fit for a header and a log."""
+    given = header(scope, b"x-request-id")
+    return given if REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+def new_request_id() -> str:
+    return f"req_{random_id()}"
+
+
 def add_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> None:
     """To those of an answer, which keep their own values but for the id."""
     given = {name for name, _ in headers}
@@ -319,6 +348,10 @@ def add_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> None:
         headers[:] = [item for item in headers if item[0] != b"x-request-id"]
     headers.append((b"x-request-id", request_id.encode("latin-1")))
     headers += [item for item in HEADERS if item[0] not in given]
+
+
+def _log(fields: Mapping[str, object]) -> None:
+    access_logger.info(logfmt(fields), extra={"fields": fields})
 
 
 def path_template(scope: Scope, routes: Sequence[BaseRoute]) -> str:

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from service.web.errors import answer
+from service.web.middleware import refusal_of_connection
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -35,9 +36,10 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
             return response
         words = bytes(response.body or b"").decode(errors="replace").strip().splitlines()
-        made = answer(HTTPException(response.status_code, words[0] if words else response.reason_phrase)).response()
+        error = HTTPException(response.status_code, words[0] if words else response.reason_phrase)
+        made = refusal_of_connection(answer(error))
         response.body = bytes(made.body)
-        for name in ("Content-Type", "Content-Length"):
-            del response.headers[name]
-            response.headers[name] = made.headers[name]
+        for name, value in made.headers.items():
+            response.headers.pop(name, None)
+            response.headers[name] = value
         return response

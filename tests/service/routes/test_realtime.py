@@ -286,6 +286,8 @@ async def refused(url: str, **kwargs: Any) -> tuple[int, dict[str, Any]]:
     with pytest.raises(websockets.InvalidStatus) as caught:
         await websockets.connect(url, **kwargs)
     response = caught.value.response
+    assert response.headers["x-request-id"].startswith("req_")
+    assert response.headers["cache-control"] == "no-store"
     return response.status_code, json.loads(response.body)["error"]
 
 
@@ -305,6 +307,15 @@ async def test_a_handshake_that_is_none_is_refused_as_any_request(
     error = error_of(refused)
     assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
     assert words in error["message"]
+    assert refused.headers["x-request-id"].startswith("req_")
+    assert refused.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/realtime/nowhere", "/v1/models", "/v1/completions"])
+async def test_a_websocket_where_none_is_served_is_a_404_as_for_http(server: Gateway, path: str) -> None:
+    status, error = await refused(f"{server.url.replace('http', 'ws')}{path}")
+    assert (status, error["type"], error["code"]) == (404, "not_found_error", "not_found")
+    assert error["message"] == f"no WebSocket is served at {path}"
 
 
 async def test_only_whoever_may_call_the_server_may_connect(tmp_path: Path) -> None:
@@ -349,8 +360,7 @@ async def test_a_refused_connection_is_no_error_of_the_server(caplog: pytest.Log
         assert (await refused(f"{url}?session=none"))[0] == 404
         assert (await refused(f"{url}?session=a%20b"))[0] == 400
         assert (await refused(url, origin="https://evil.example"))[0] == 403
-        with pytest.raises(websockets.InvalidStatus):
-            await websockets.connect(f"{url}/nowhere")
+        assert (await refused(f"{url}/nowhere"))[0] == 404
         connection = await websockets.connect(url)
         await connection.close()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -121,6 +123,7 @@ async def refusal(client: RawClient) -> dict[str, object]:
     fields, _, body = rest.partition(b"\r\n\r\n")
     assert b"connection: close" in fields
     assert b"x-content-type-options: nosniff" in fields
+    assert re.search(rb"^x-request-id: req_\w+\r?$", fields, re.MULTILINE)
     return {"status": int(first.split()[1]), **json.loads(body)["error"]}
 
 
@@ -167,9 +170,13 @@ async def test_a_head_may_have_so_many_bytes_and_no_more(patient_client: RawClie
     ],
     ids=str,
 )
-async def test_invalid_http_gets_the_standard_error_body(patient_client: RawClient, raw: bytes, reason: str) -> None:
-    await patient_client.send(raw)
-    error = await refusal(patient_client)
+async def test_invalid_http_gets_the_standard_error_body_and_a_line_in_the_log(
+    patient_client: RawClient, raw: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="nsm.access"):
+        await patient_client.send(raw)
+        error = await refusal(patient_client)
+    assert "status=400 code=invalid_http" in caplog.text
     assert (error["status"], error["code"]) == (400, "invalid_http")
     message = str(error["message"])
     assert message.startswith("the request is not valid HTTP: ")
