@@ -1,9 +1,28 @@
-"""Which addresses are this machine's own."""
+"""Names and addresses of hosts, and which are this machine's own."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import re
 from urllib.parse import urlsplit
+
+NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")  # underscores: services of Compose have them
+
+
+def is_host_name(text: str) -> bool:
+    """Whether `text`, in lower case, may name a host in a request, without a port."""
+    return NAME.fullmatch(text) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def is_address(host: str) -> bool:
+    """Whether `host` is an IPv4 or IPv6 address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(address: str) -> bool:

@@ -71,4 +71,4 @@ def _is_nan(value: object) -> bool:
 
 
 def _number(value: object) -> object:
-    return f"{value:g}" if isinstance(value, float) else value
+    return f"{value:.16g}" if isinstance(value, float) else value

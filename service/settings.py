@@ -27,6 +27,7 @@ from nsm_core.config import EngineLimits
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, device_names
 from nsm_core.model.bundled import find_checkpoint
+from service.addresses import is_address, is_host_name
 from service.messages import validation_message
 
 ENV_PREFIX = "NSM_"
@@ -35,6 +36,7 @@ OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDP
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
+OWN_PORTS = {"http": 80, "https": 443}  # of an origin's scheme
 # What were settings once, whose defaults nobody had a reason to change
 FIXED = {
     "detached_s": "a turn has 300 seconds to finish after its client left",
@@ -229,6 +231,7 @@ class Settings(BaseModel):
         Field(
             default=None,
             ge=60,
+            le=315_360_000,  # ten years
             description="Seconds after its last turn until a session's state is deleted; its log stays.",
         )
     )
@@ -319,15 +322,30 @@ class Settings(BaseModel):
                 raise ValueError("must be host:port, or several with commas between them")
         return value
 
+    @field_validator("allowed_hosts", mode="after")
+    @classmethod
+    def _host_names(cls, value: str | None) -> str | None:
+        for name in items_of(value):
+            if name != "*" and not is_host_name(name.lower()):
+                raise ValueError(
+                    "must be host names such as nsm.example, without ports, with commas between them, or *"
+                )
+        return value
+
     @field_validator("cors_origins", mode="after")
     @classmethod
     def _origins(cls, value: str | None) -> str | None:
         for origin in items_of(value):
-            parts = urlsplit(origin)
-            if origin != "*" and (
-                parts.scheme not in ("http", "https") or origin != f"{parts.scheme}://{parts.netloc}"
-            ):
-                raise ValueError("must be origins such as https://app.example, with commas between several, or *")
+            if origin != "*" and not _is_origin(origin):
+                raise ValueError(
+                    "must be as browsers send them, such as https://app.example, with commas between several, or *"
+                )
+        return value
+
+    @field_validator("models", mode="after")
+    @classmethod
+    def _readable_models(cls, value: str | None) -> str | None:
+        _named_models(value)
         return value
 
     @model_validator(mode="after")
@@ -377,17 +395,9 @@ class Settings(BaseModel):
     def further_models(self) -> dict[str, Path]:
         """The models beside the first, by the names that clients use, which are those of their files if not given.
 
-        Raises ValueError for a name that is there twice, and for a bundled name that is not known.
+        They were read before, so none of them is wrong.
         """
-        found: dict[str, Path] = {}
-        for item in items_of(self.models):
-            given, equals, rest = item.partition("=")
-            path = _found(Path(rest if equals else item))
-            name = given if equals else path.resolve().name
-            if not name or name in found:
-                raise ValueError(f"{label('models')}: names must differ, and {name!r} is there twice; write NAME=PATH")
-            found[name] = path.expanduser().absolute()
-        return found
+        return _named_models(self.models)
 
     def for_other_model(self, name: str) -> Settings:
         """The settings of a model beside the first: words for chats are its own."""
@@ -526,6 +536,34 @@ def shown_default(name: str) -> str:
 def engine_settings() -> tuple[str, ...]:
     """The settings of an engine in this process; Triton servers have their own."""
     return tuple(name for name in Settings.model_fields if shown(name).is_engine)
+
+
+def _named_models(models: str | None) -> dict[str, Path]:
+    """Raises ValueError for a name that is there twice, and for a bundled name that is not known."""
+    found: dict[str, Path] = {}
+    for item in items_of(models):
+        given, equals, rest = item.partition("=")
+        path = _found(Path(rest if equals else item))
+        name = given if equals else path.resolve().name
+        if not name:
+            raise ValueError(f"must be PATH or NAME=PATH, with commas between several, and {item!r} has no name")
+        if name in found:
+            raise ValueError(f"names must differ, and {name!r} is there twice; write NAME=PATH")
+        found[name] = path.expanduser().absolute()
+    return found
+
+
+def _is_origin(text: str) -> bool:
+    """As browsers send it: in lower case, and without the scheme's own port."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    if parts.scheme not in OWN_PORTS or not (is_host_name(host) or is_address(host)):
+        return False
+    authority = f"[{host}]" if ":" in host else host
+    return text == f"{parts.scheme}://{authority}" + ("" if port in (None, OWN_PORTS[parts.scheme]) else f":{port}")
 
 
 def _found(model: Path) -> Path:

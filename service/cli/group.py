@@ -30,10 +30,11 @@ class Commands(TyperGroup):
         try:
             status = super().main(given or ["--help"], "nsm", complete_var, False, windows_expand_args, **extra)
         except typer.TyperException as error:
-            _reword(error)
-            message = _one_line(error.format_message())
-            if message:  # none where a group without a command has shown its help
-                print(f"nsm: {message}", file=sys.stderr)
+            if _is_help(error):
+                print(error.message)
+            else:
+                _reword(error)
+                print(f"nsm: {_one_line(error.format_message())}", file=sys.stderr)
             sys.exit(error.exit_code)
         except typer.Abort:
             sys.exit(1)
@@ -42,7 +43,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            _show_flags_without_type(command, ctx)
+            _prepare_help(command, ctx)
         return command
 
     def get_params(self, ctx: Any) -> Any:
@@ -65,11 +66,18 @@ class Commands(TyperGroup):
             raise typer.TyperException(_describe(error)) from error
 
 
-def _show_flags_without_type(command: Any, ctx: Any) -> None:
-    """In the help of a command and of those below it."""
+def _is_help(error: typer.TyperException) -> bool:
+    """Of a group without a command."""
+    context = getattr(error, "ctx", None)
+    return context is not None and error.message == context.get_help()
+
+
+def _prepare_help(command: Any, ctx: Any) -> None:
+    """Of a command and of those below it: flags without a type, and first sentences that lists do not cut."""
     _clear_types_of_flags(command.get_params(ctx))
+    command.short_help = command.short_help or " ".join((command.help or "").split("\n\n")[0].split())
     for inner in getattr(command, "commands", {}).values():
-        _show_flags_without_type(inner, ctx)
+        _prepare_help(inner, ctx)
 
 
 def _clear_types_of_flags(params: Iterable[Any]) -> None:

@@ -16,6 +16,7 @@ def new_root() -> typer.Typer:
         cls=Commands,
         help="Recurrent language models whose conversations are small, durable states.",
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # in its table names of options are cut
     )
     root.callback()(_options)
     return root

@@ -18,7 +18,7 @@ from service.telemetry.logs import configure_logging
 
 logger = logging.getLogger("nsm.server")
 
-NUMBERS: Mapping[type, str] = {int: "INTEGER", float: "FLOAT"}  # the settings read them: their refusals say more
+NUMBERS: Mapping[type, str] = {int: "<int>", float: "<float>"}  # the settings read them: their refusals say more
 
 
 def serve(ctx: typer.Context, **options: Any) -> None:
@@ -63,8 +63,9 @@ def _option(name: str) -> inspect.Parameter:
     kind, choices = option_type(field.annotation)
     metavar = f"[{'|'.join(choices)}]" if choices else NUMBERS.get(kind)
     kind = str if kind in NUMBERS else kind
-    info = typer.Option(help=field.description, show_default=shown_default(name), metavar=metavar)
     is_repeated = name == "model"
+    help_text = f"{field.description}  [default: {shown_default(name)}]"
+    info = typer.Option(help=help_text, show_default=False, metavar="<path>" if is_repeated else metavar)
     annotation = Annotated[list[Path] | None if is_repeated else kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -8,8 +8,6 @@ Cross-site requests: a page of another origin sends a request whose answer it ca
 from __future__ import annotations
 
 import functools
-import ipaddress
-import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -17,10 +15,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nsm_core.errors import Forbidden, InvalidRequest, MisdirectedRequest
+from service.addresses import is_address, is_host_name
 from service.web.headers import has_header
 
 ANY = "*"
-NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")  # underscores: services of Compose have them
 LOCALHOST = "localhost"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_PAGES = frozenset({"same-origin", "none"})  # values of Sec-Fetch-Site; "none": typed into the address bar
@@ -107,17 +105,7 @@ def host_name(value: str) -> str | None:
         return None
     host = (parts.hostname or "").removesuffix(".")
     is_bare = parts.netloc == value and "@" not in value
-    return host if is_bare and (NAME.fullmatch(host) or is_address(host)) else None
-
-
-@functools.lru_cache(maxsize=256)
-def is_address(host: str) -> bool:
-    """Whether `host` is an IPv4 or IPv6 address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return host if is_bare and (is_host_name(host) or is_address(host)) else None
 
 
 def is_same_host(origin: str, host: str) -> bool:

@@ -147,6 +147,10 @@ def test_name_before_the_first_model_is_a_setting_of_its_own(path: str) -> None:
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
         ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
         ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "must be a finite number, got 'nan'"]),
+        ("NSM_COLD_AFTER_S", "inf", ["NSM_COLD_AFTER_S (--cold-after-s)", "must be at most 315360000", "'inf'"]),
+        ("NSM_MODELS", '["a"]', ["NSM_MODELS (--model)", "no model", '["a"]']),
+        ("NSM_MODELS", "a=pulse-books,a=pulse-books-keyed", ["NSM_MODELS (--model)", "'a' is there twice"]),
+        ("NSM_MODELS", "/", ["NSM_MODELS (--model)", "'/' has no name"]),
         ("NSM_NUM_THREADS", "100000", ["NSM_NUM_THREADS", "--num-threads", "1024", "'100000'"]),
         ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
@@ -166,6 +170,36 @@ def test_bad_settings_are_refused_in_one_line(
     message = str(caught.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("name", [name for name, field in Settings.model_fields.items() if "float" in str(field)])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400", "-1"])
+def test_no_duration_is_without_end_or_negative(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^NSM_{name.upper()} \(--.*must be .*'{value}'"):
+        load_settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "nsm.example:8000",
+        "https://nsm.example",
+        "*.example",
+        "a..b",
+        "nsm.example/",
+        "a b",
+        "nsm.example.",
+        "büro.example",
+    ],
+)
+def test_a_host_that_no_request_can_name_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"NSM_ALLOWED_HOSTS \(--allowed-hosts\): must be host names"):
+        load_settings(allowed_hosts=f"good.example,{value}")
+
+
+@pytest.mark.parametrize("value", ["*", "NSM.example, nsm_gateway_1", "10.0.0.1"])
+def test_hosts_that_requests_can_name_are_taken(value: str) -> None:
+    assert load_settings(allowed_hosts=value).allowed_hosts == value
 
 
 @pytest.mark.parametrize("name", ["model", "chat_template"])

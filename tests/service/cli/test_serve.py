@@ -45,8 +45,14 @@ def test_every_setting_is_an_option_that_shows_its_default() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
     assert [name for name in options if name != "help"] == list(Settings.model_fields)
     for name, field in Settings.model_fields.items():
-        assert options[name].help == field.description
-        assert options[name].show_default == shown_default(name)
+        assert options[name].help == f"{field.description}  [default: {shown_default(name)}]"
+
+
+def test_help_cuts_no_name_and_no_summary_on_a_narrow_terminal(nsm: Nsm) -> None:
+    shown = nsm("serve", "--help", COLUMNS="80").stdout
+    names = [f"--{name.replace('_', '-')}" for name in Settings.model_fields]
+    assert [name for name in names if not re.search(rf"^  {name} ", shown, re.MULTILINE)] == []
+    assert "...\n" not in nsm("sessions", "--help", COLUMNS="80").stdout
 
 
 def test_executor_option_lists_every_executor(nsm: Nsm) -> None:

@@ -215,10 +215,32 @@ async def test_a_page_of_a_named_origin_may_read_every_answer(tmp_path: Path, mo
         assert ("x-ratelimit-limit-requests" in answer.headers) == (name not in ("401", "413")), name
 
 
-@pytest.mark.parametrize("value", ["app.example", "ftp://app.example", "https://app.example/", "https://a.example,x"])
-def test_a_bad_origin_is_refused_at_the_start(value: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        "app.example",
+        "ftp://app.example",
+        "https://app.example/",
+        "https://a.example,x",
+        "https://",
+        "https://App.example",
+        "https://app.example:443",
+        "https://app.example:port",
+        "https://me@app.example",
+        "https://*.example",
+        "http://[::1",
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused_at_the_start(value: str) -> None:
     with pytest.raises(ConfigError, match="NSM_CORS_ORIGINS"):
         load_settings(cors_origins=value)
+
+
+@pytest.mark.parametrize(
+    "value", ["*", "http://localhost:3000,https://app.example", "http://[::1]:3000", "http://a:443"]
+)
+def test_an_origin_that_browsers_send_is_taken(value: str) -> None:
+    assert load_settings(cors_origins=value).cors_origins == value
 
 
 @pytest.mark.parametrize(
