@@ -32,7 +32,6 @@ from service.state.other_model import other_model
 from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.factory import make_store
-from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
 from service.tenants.api_keys import KeyFile
 from service.web.fastapi_import import importing_fastapi
@@ -58,20 +57,23 @@ NUM_NEWEST = 16  # sessions that a start looks at
 class Supervision:
     """Of a process that answers HTTP, by the one that started it. The defaults are those of a process on its own.
 
-    `is_announced`: whether it logs the start line. `started`: called once connections are accepted. `alive`: around
+    `is_announced`: whether it logs the start line; `is_stop_logged`: that it stops, and that it has. `started`: called once connections are accepted. `alive`: around
     the time in which they are. `is_over`: whether the other process has ended, as by `kill -9`: then no turn is waited
     for.
     """
 
     is_announced: bool = True
+    is_stop_logged: bool = True
     started: Callable[[], None] = lambda: None
     alive: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
     is_over: Callable[[], bool] = lambda: False
 
 
 def run(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
-    configure_logging(settings.log_level, settings.log_format)
+    """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable.
+
+    The caller has configured the log.
+    """
     limit_threads_and_memory()
     require_model(settings)
     with bind(settings.host, settings.port) as sock:
@@ -105,7 +107,8 @@ def _make_app(settings: Settings, make: Callable[[Settings], InferenceBackend]) 
 
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
-    backend, others = make(settings), other_models(settings)
+    others = other_models(settings)  # these too
+    backend = make(settings)
     with importing_fastapi():
         return create_app(settings, backend, store, prefixes, tracing, others=others)
 
@@ -130,7 +133,8 @@ async def serve(
                 await GracefulServer(config, services, line, supervision).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
             raise cannot_listen(host, port, error) from error
-    logger.info("stopped")
+    if supervision.is_stop_logged:
+        logger.info("stopped")
 
 
 def start_line(services: Services, host: str, port: int) -> str:
@@ -364,7 +368,8 @@ class GracefulServer(uvicorn.Server):
     async def _stop(self) -> None:
         services = self._services
         grace_s = 0.0 if self._supervision.is_over() else services.settings.grace_s
-        logger.info("stopping: running requests may finish within %g s", grace_s)
+        if self._supervision.is_stop_logged:
+            logger.info("stopping: running requests may finish within %g s", grace_s)
         is_idle, _ = await asyncio.gather(
             services.lifecycle.wait_idle(grace_s),
             services.models.on_loaded(lambda served: served.turns.drain(grace_s)),

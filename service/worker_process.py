@@ -91,6 +91,7 @@ def _run_worker(settings: Settings, given: dict[str, Any], reporter: StartReport
     with socket.socket(fileno=given["http_fd"]) as sock:
         supervision = Supervision(
             is_announced=given["number"] == 0,
+            is_stop_logged=False,
             started=reporter.ready,
             alive=Pulse(given["pulse_fd"]).beating,
             is_over=is_orphan.is_set,

@@ -262,7 +262,7 @@ async def _supervise(settings: Settings, sock: socket.socket, on: Sequence[tuple
             times.ended(_counted(workers, "worker"))
             logger.info("ready after %.1f s: %s", times.seconds, times)
         await _wait_for(stopped, tasks=tasks)
-        logger.info("stopping")
+        logger.info("stopping: running requests may finish within %g s", settings.grace_s)
         await asyncio.gather(*(worker.stop(within_s=settings.grace_s + WORKER_END_S) for worker in workers))
     logger.info("stopped")
 

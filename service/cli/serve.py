@@ -28,6 +28,7 @@ def serve(ctx: typer.Context, **options: Any) -> None:
     """
     pause_collection()  # most of a start is imports
     settings = load_settings(**with_further_models(options))
+    configure_logging(settings.log_level, settings.log_format)
     announce(settings)
     from service.server import run  # imports the engine, so it comes after bad settings were refused
 
@@ -36,7 +37,6 @@ def serve(ctx: typer.Context, **options: Any) -> None:
 
 def announce(settings: Settings) -> None:
     """A first line at once: imports and weights take seconds."""
-    configure_logging(settings.log_level, settings.log_format)
     path = find_checkpoint(settings.model)
     if settings.triton_url is None and path.exists():
         logger.info("starting with %s on device %s", settings.served_model_name or path.resolve().name, settings.device)

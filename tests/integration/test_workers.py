@@ -184,6 +184,8 @@ async def test_a_stop_lets_streams_finish_and_leaves_no_process(tiny_model_dir: 
         assert await stream.task
         assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
         assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]
+        log = (await asyncio.wait_for(server.rest, WAIT_S)).decode()
+        assert (log.count(" stopping: "), log.count(" stopped")) == (1, 1), log
 
 
 async def test_second_ctrl_c_ends_every_process_at_once(tiny_model_dir: Path, tmp_path: Path) -> None:

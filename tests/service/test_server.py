@@ -19,8 +19,9 @@ import pytest
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
 from service.addresses import is_loopback
 from service.app import create_app
-from service.server import bind, make_backend, require_keys, run, serve, uvicorn_config
-from service.settings import Settings
+from service.backends.base import InferenceBackend
+from service.server import bind, make_backend, require_keys, run, run_gateway, serve, uvicorn_config
+from service.settings import Settings, load_settings
 from service.stores.sessions.factory import make_store
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
@@ -138,7 +139,8 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         import asyncio, os, signal
         from pathlib import Path
         from service.app import create_app
-        from service.server import bind, configure_logging, serve, uvicorn_config
+        from service.server import bind, serve, uvicorn_config
+        from service.telemetry.logs import configure_logging
         from service.stores.sessions.sqlite import SqliteSessionStore
         from service.settings import Settings
         from tests.support.fakes import FakeBackend
@@ -283,3 +285,15 @@ def test_other_hosts_without_keys_need_allow_anonymous(tmp_path: Path) -> None:
         require_keys(Settings(host="0.0.0.0", allow_anonymous=True), everywhere)
         require_keys(Settings(host="0.0.0.0", api_keys_file=tmp_path / "keys.toml"), everywhere)
         require_keys(Settings(host="localhost"), here)
+
+
+def test_a_model_that_is_given_twice_is_refused_before_one_is_loaded() -> None:
+    def make(settings: Settings) -> InferenceBackend:
+        raise AssertionError("the model is loaded")
+
+    settings = load_settings(model="pulse-books", models="again=pulse-books", store="memory", port=0)
+    with (
+        bind("127.0.0.1", 0) as sock,
+        pytest.raises(ConfigError, match="'again' is given twice, also as 'pulse-books'"),
+    ):
+        run_gateway(settings, sock, make)

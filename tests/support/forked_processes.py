@@ -130,6 +130,7 @@ def main() -> None:
     """Returns in each child, as a server that has ended, and in the process itself when its socket is closed."""
     from service.server import run
     from service.settings import load_settings
+    from service.telemetry.logs import configure_logging
 
     asked = socket.socket(fileno=int(sys.argv[1]))
     import_server()
@@ -138,7 +139,9 @@ def main() -> None:
     if stderr is not None:
         os.dup2(stderr, 2)
         os.close(stderr)
-        run(load_settings())
+        settings = load_settings()
+        configure_logging(settings.log_level, settings.log_format)
+        run(settings)
 
 
 def import_server() -> None:

@@ -26,17 +26,21 @@ from nsm_core.heap import pause_collection
 pause_collection()
 from service.server import run
 from service.settings import load_settings
-run(load_settings())
+from service.telemetry.logs import configure_logging
+settings = load_settings()
+configure_logging(settings.log_level, settings.log_format)
+run(settings)
 """
 
 
 class Server:
-    """One process and a client of it. `start`: what it logged until it served."""
+    """One process and a client of it. `start`: what it logged until it served; `rest`: until its end."""
 
-    def __init__(self, process: Process, client: httpx.AsyncClient, start: str) -> None:
+    def __init__(self, process: Process, client: httpx.AsyncClient, start: str, rest: asyncio.Task[bytes]) -> None:
         self.process = process
         self.client = client
         self.start = start
+        self.rest = rest
 
     async def create(self, session_id: str) -> None:
         response = await self.client.post("/v1/sessions", json={"id": session_id})
@@ -113,8 +117,8 @@ async def running(
                 asyncio.TaskGroup() as tasks,
                 httpx.AsyncClient(base_url=url, timeout=60.0, verify=False) as client,
             ):
-                tasks.create_task(process.stderr.read())  # a full pipe would stop the server
-                yield Server(process, client, start)
+                rest = tasks.create_task(process.stderr.read())  # a full pipe would stop the server
+                yield Server(process, client, start, rest)
                 stop(process)
         finally:
             stop(process)

@@ -39,7 +39,6 @@ def test_a_model_with_a_baseline_layer_is_inspected_and_not_served(
     register_baselines()
     directory = save_small_model(tmp_path / "model", tiny_tokenizer, layer_pattern="Nr")
     monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     for command in (("serve", "--port", 0), ("info",), ("generate", "a")):
         result = nsm(*command, "--model", directory)
         assert_one_line(
