@@ -57,9 +57,9 @@ NUM_NEWEST = 16  # sessions that a start looks at
 class Supervision:
     """Of a process that answers HTTP, by the one that started it. The defaults are those of a process on its own.
 
-    `is_announced`: whether it logs the start line; `is_stop_logged`: that it stops, and that it has. `started`: called once connections are accepted. `alive`: around
-    the time in which they are. `is_over`: whether the other process has ended, as by `kill -9`: then no turn is waited
-    for.
+    `is_announced`: whether it logs the start line; `is_stop_logged`: that it stops, and that it has. `started`: called
+    once connections are accepted. `alive`: around the time in which they are. `is_over`: whether the other process has
+    ended, as by `kill -9`: then no turn is waited for.
     """
 
     is_announced: bool = True
