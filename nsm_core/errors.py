@@ -168,7 +168,7 @@ class Overloaded(NsmError):
 
 
 class ServerStopping(Overloaded):
-    """The server is stopping: another replica, or the next server, takes it; try again after `retry_after_s`."""
+    """The server stops; another replica takes the request."""
 
     def __init__(self, message: str = "the server is stopping and takes no new work") -> None:
         super().__init__(message)

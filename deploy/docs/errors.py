@@ -49,17 +49,17 @@ REFUSAL = json.dumps(ANSWERS["ErrorBody"], separators=(",", ":"))
 CODES = """
 ## More codes
 
-Some errors name their case more closely:
+Closer names:
 """
 RESULTS = """
 ## Codes in results
 
-A stream that ends with `server_stopping` goes on [elsewhere](sessions.md#when-a-server-stops).
+Streams of sessions and responses that end with `server_stopping` go on [elsewhere](sessions.md#when-a-server-stops).
 """
 # Refusals of the connection and of the routing, which have no class of their own.
 OTHERS = (
     (400, "invalid_http", "The bytes are no HTTP request. The connection closes."),
-    (405, "method_not_allowed", "The path has other methods; the message and `Allow` name them."),
+    (405, "method_not_allowed", "The path has other methods, which `Allow` names."),
     (415, "unsupported_media_type", "The body is not JSON, not UTF-8 or encoded; the message names the header."),
     (426, "upgrade_required", "The path is a WebSocket's; the request asks for no upgrade."),
     (431, "head_too_large", "Request line and headers are above 64 KiB; the connection closes."),
