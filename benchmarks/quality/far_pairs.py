@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,8 +61,8 @@ def _slots(pattern: str, count: int, mlp_hidden: int) -> dict[str, object]:
     return {"layer_pattern": pattern, "num_memory_slots": count, "write_top_k": count, "mlp_hidden": mlp_hidden}
 
 
-# Feed-forward parts as wide as makes parameters equal within 0.2 %. State: 79 to 87 KiB. Gated slots carry the 64 tokens
-# of a chunk as well, 211 KiB in all: plain slots of as many bytes stand beside them.
+# Feed-forward parts as wide as makes parameters equal within 0.2 %. States of 79 to 87 KiB; gated slots carry the 64
+# tokens of a chunk as well, 210 KiB in all, so plain slots of as many bytes stand beside them.
 ARMS: dict[str, dict[str, object]] = {
     "keyed slots": _slots("KKW", 64, 313),
     "slot memory": _slots("NNW", 32, 274),
@@ -108,15 +109,16 @@ def _write_pairs(rng: np.random.Generator, texts: Texts, row: int) -> None:
     length = texts.ids.shape[1]
     is_free, open_until = np.ones(length, np.bool_), np.zeros(KEYS, np.int64)
     low, high = (math.log(bound) for bound in DISTANCES)
-    for start in np.flatnonzero(rng.random(length - 2) < SHARE_ASKED):
+    for start in np.flatnonzero(rng.random(length - 2) < SHARE_ASKED).tolist():
         question = int(start + np.exp(rng.uniform(low, high)))
         keys = np.flatnonzero(open_until < start)
         if question >= length or not len(keys) or not (is_free[start : start + 2].all() and is_free[question]):
             continue
         key, value = rng.choice(keys), KEYS + rng.integers(VALUES)
-        texts.ids[row, [start, start + 1, question]] = key, value, key
+        places = np.array((start, start + 1, question))
+        texts.ids[row, places] = key, value, key
         texts.targets[row, question], texts.distances[row, question] = value, question - start
-        is_free[[start, start + 1, question]] = False
+        is_free[places] = False
         open_until[key] = question
 
 
@@ -175,7 +177,7 @@ def measure(model: NsmModel, texts: Texts) -> list[dict[str, float]]:
     gains = (math.log(VALUES) - F.cross_entropy(logits, targets, reduction="none")).numpy()
     is_right, distances = (logits.argmax(dim=-1) == targets).numpy(), texts.distances[is_asked]
     cells = []
-    for low, high in zip(EDGES, EDGES[1:], strict=False):
+    for low, high in itertools.pairwise(EDGES):
         is_here = (distances >= low) & (distances < high)
         cells.append({
             "from": low, "to": high, "questions": int(is_here.sum()),
@@ -192,7 +194,9 @@ def train(run: FarRun) -> dict[str, Any]:
     for step, loss in enumerate(training.losses(), 1):
         losses.append(loss)
         if step % 100 == 0:
-            print(f"  step {step}: {np.mean(losses[-100:]):.3f} nats, {time.process_time() - started:.0f} s", flush=True)
+            print(
+                f"  step {step}: {np.mean(losses[-100:]):.3f} nats, {time.process_time() - started:.0f} s", flush=True
+            )
     train_s = time.process_time() - started
     return {
         "parameters": sum(value.numel() for value in training.model.parameters()),
@@ -206,18 +210,25 @@ def train(run: FarRun) -> dict[str, Any]:
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """A row a run: gains in nats a question and right answers, by distance."""
-    heads = ["arm", "seed", "parameters", "state, KiB", "tokens/s", "loss"]
-    heads += [f"{low:,}–{high:,}" for low, high in zip(EDGES, EDGES[1:], strict=False)]
+    heads = ["arm", "steps", "seed", "parameters", "state, KiB", "tokens/s", "loss"]
+    heads += [f"{low:,}–{high:,}" for low, high in itertools.pairwise(EDGES)]
     return table(heads, [_row(result) for result in sorted(results, key=_order)])
 
 
-def _order(result: Mapping[str, Any]) -> tuple[int, int]:
-    return list(ARMS).index(result["run"]["arm"]), result["run"]["seed"]
+def _order(result: Mapping[str, Any]) -> tuple[int, int, int]:
+    run = result["run"]
+    return run["steps"], list(ARMS).index(run["arm"]), run["seed"]
 
 
 def _row(result: Mapping[str, Any]) -> list[str]:
     run = result["run"]
-    first = [run["arm"], str(run["seed"]), f"{result['parameters']:,}", f"{result['state_bytes'] / 1024:.0f}"]
+    first = [
+        run["arm"],
+        str(run["steps"]),
+        str(run["seed"]),
+        f"{result['parameters']:,}",
+        f"{result['state_bytes'] / 1024:.0f}",
+    ]
     cells = [f"{cell['gain']:.2f} ({cell['right']:.0%})" for cell in result["cells"]]
     return [*first, f"{result['tokens_s']:,.0f}", f"{result['loss']:.2f}", *cells]
 
