@@ -230,6 +230,7 @@ def _row(result: Mapping[str, Any]) -> list[str]:
         f"{result['state_bytes'] / 1024:.0f}",
     ]
     cells = [f"{cell['gain']:.2f} ({cell['right']:.0%})" for cell in result["cells"]]
+    first = [run["arm"], str(run["steps"]), str(run["seed"]), *size]
     return [*first, f"{result['tokens_s']:,.0f}", f"{result['loss']:.2f}", *cells]
 
 
