@@ -222,13 +222,7 @@ def _order(result: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _row(result: Mapping[str, Any]) -> list[str]:
     run = result["run"]
-    first = [
-        run["arm"],
-        str(run["steps"]),
-        str(run["seed"]),
-        f"{result['parameters']:,}",
-        f"{result['state_bytes'] / 1024:.0f}",
-    ]
+    size = [f"{result['parameters']:,}", f"{result['state_bytes'] / 1024:.0f}"]
     cells = [f"{cell['gain']:.2f} ({cell['right']:.0%})" for cell in result["cells"]]
     first = [run["arm"], str(run["steps"]), str(run["seed"]), *size]
     return [*first, f"{result['tokens_s']:,.0f}", f"{result['loss']:.2f}", *cells]
