@@ -115,10 +115,10 @@ def _write_pairs(rng: np.random.Generator, texts: Texts, row: int) -> None:
         if question >= length or not len(keys) or not (is_free[start : start + 2].all() and is_free[question]):
             continue
         key, value = rng.choice(keys), KEYS + rng.integers(VALUES)
-        places = np.array((start, start + 1, question))
-        texts.ids[row, places] = key, value, key
+        positions = np.array((start, start + 1, question))
+        texts.ids[row, positions] = key, value, key
         texts.targets[row, question], texts.distances[row, question] = value, question - start
-        is_free[places] = False
+        is_free[positions] = False
         open_until[key] = question
 
 
@@ -210,22 +210,34 @@ def train(run: FarRun) -> dict[str, Any]:
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """A row a run: gains in nats a question and right answers, by distance."""
-    heads = ["arm", "steps", "seed", "parameters", "state, KiB", "tokens/s", "loss"]
+    heads = ["arm", "rate", "steps", "seed", "parameters", "state, KiB", "tokens/s", "loss"]
     heads += [f"{low:,}–{high:,}" for low, high in itertools.pairwise(EDGES)]
     return table(heads, [_row(result) for result in sorted(results, key=_order)])
 
 
-def _order(result: Mapping[str, Any]) -> tuple[int, int, int]:
+def _order(result: Mapping[str, Any]) -> tuple[int, float, int, int]:
     run = result["run"]
-    return run["steps"], list(ARMS).index(run["arm"]), run["seed"]
+    return run["steps"], run["lr"], list(ARMS).index(run["arm"]), run["seed"]
 
 
 def _row(result: Mapping[str, Any]) -> list[str]:
     run = result["run"]
     size = [f"{result['parameters']:,}", f"{result['state_bytes'] / 1024:.0f}"]
     cells = [f"{cell['gain']:.2f} ({cell['right']:.0%})" for cell in result["cells"]]
-    first = [run["arm"], str(run["steps"]), str(run["seed"]), *size]
+    first = [run["arm"], f"{run['lr']:g}", str(run["steps"]), str(run["seed"]), *size]
     return [*first, f"{result['tokens_s']:,.0f}", f"{result['loss']:.2f}", *cells]
+
+
+def write_report(output: Path, runs: RunsFile) -> None:
+    """RESULT.md from the runs so far."""
+    what = (
+        f"Gain in nats a question over a guess among {VALUES} values and, in brackets, the share of right answers, by "
+        "tokens from the pair to the question. Tokens a second of training, by CPU time of one thread."
+    )
+    lines = [f"- {name}: `{value}`" for name, value in origin().items()]
+    output.with_suffix(".md").write_text(
+        "\n".join(("# Pairs by distance", "", what, "", markdown(runs.results), "", *lines, "")), "utf-8"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -253,9 +265,8 @@ def main() -> None:
             print(run, flush=True)
             runs.add(dataclasses.asdict(run), train(run))
             longest = max(longest, time.monotonic() - began)
-            lines = [f"- {name}: `{value}`" for name, value in origin().items()]
-            report = ["# Pairs by distance", "", markdown(runs.results), "", *lines, ""]
-            options.output.with_suffix(".md").write_text("\n".join(report), "utf-8")
+            write_report(options.output, runs)
+    write_report(options.output, runs)  # also where all runs were there
 
 
 if __name__ == "__main__":

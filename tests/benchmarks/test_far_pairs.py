@@ -20,17 +20,17 @@ def texts() -> far_pairs.Texts:
 
 
 def test_a_question_repeats_the_key_of_a_pair_whose_value_is_due(texts: far_pairs.Texts) -> None:
-    row, place = np.nonzero(texts.targets != far_pairs.NOT_ASKED)
+    row, position = np.nonzero(texts.targets != far_pairs.NOT_ASKED)
     assert len(row) > 100
-    stated = place - texts.distances[row, place]
-    assert np.array_equal(texts.ids[row, stated], texts.ids[row, place])
-    assert np.array_equal(texts.ids[row, stated + 1], texts.targets[row, place])
+    stated = position - texts.distances[row, position]
+    assert np.array_equal(texts.ids[row, stated], texts.ids[row, position])
+    assert np.array_equal(texts.ids[row, stated + 1], texts.targets[row, position])
 
 
 def test_a_key_stands_nowhere_between_its_pair_and_its_question(texts: far_pairs.Texts) -> None:
-    for row, place in zip(*np.nonzero(texts.targets != far_pairs.NOT_ASKED), strict=True):
-        between = texts.ids[row, place - texts.distances[row, place] + 1 : place]
-        assert texts.ids[row, place] not in between
+    for row, position in zip(*np.nonzero(texts.targets != far_pairs.NOT_ASKED), strict=True):
+        between = texts.ids[row, position - texts.distances[row, position] + 1 : position]
+        assert texts.ids[row, position] not in between
 
 
 def test_distances_reach_past_a_row_and_stay_in_their_range(texts: far_pairs.Texts) -> None:
@@ -83,7 +83,7 @@ def test_rows_of_a_text_go_on_from_the_state_of_the_row_before(monkeypatch: pyte
 def test_a_run_is_a_row_with_gains_and_right_answers() -> None:
     cells = [{"gain": 1.5, "right": 0.5}] * (len(far_pairs.EDGES) - 1)
     result = {
-        "run": {"arm": "windows", "steps": 400, "seed": 1},
+        "run": {"arm": "windows", "steps": 400, "seed": 1, "lr": 0.003},
         "parameters": 1000,
         "state_bytes": 2048,
         "tokens_s": 5000.4,
@@ -92,4 +92,4 @@ def test_a_run_is_a_row_with_gains_and_right_answers() -> None:
     }
     lines = far_pairs.markdown([result]).splitlines()
     assert lines[0].endswith("| 1,024–2,048 | 2,048–3,000 |")
-    assert lines[2].startswith("| windows | 400 | 1 | 1,000 | 2 | 5,000 | 0.12 | 1.50 (50%) |")
+    assert lines[2].startswith("| windows | 0.003 | 400 | 1 | 1,000 | 2 | 5,000 | 0.12 | 1.50 (50%) |")
