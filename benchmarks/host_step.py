@@ -4,18 +4,24 @@ The engine with an executor that computes nothing (its logits are of one array, 
 thread with a reader of every request on the event loop; then, for executors that look ahead, with steps that are
 launched and waited for later, one token at a time and ROUNDS in a launch. CPU time of a token of all rows; the best of
 several runs, since a busy neighbour only adds to it. Requests whose steps look ahead have tags, as in a server.
+
+`--prompts` measures something else: BESIDE rows decode, and a new prompt comes each STEPS_A_PROMPT launches. CPU time
+of its admission, of a call of `step` that reads it and of one that reads none, with the batches and launches of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import json
+import random
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +41,9 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_lab.provenance import source_commit
 
 ROUNDS = 4  # of a launch
+BESIDE = 128  # rows that decode beside prompts
+PROMPT_LEN, PROMPT_UNIT = 1_000, 64  # tokens
+STEPS_A_PROMPT = 24  # 20 prompts a second, beside launches of 2.1 ms
 SPEC = StateSpec((TensorSpec(POSITION, (), torch.int64),))
 
 
@@ -151,6 +160,55 @@ def measure_steps(
     return min(times)
 
 
+def prompt_engine(tokenizer: Tokenizer) -> Engine:
+    """As on a GPU: launches of several tokens, prompts in units, a batch of prompts a step."""
+    config = EngineConfig(max_slots=512, token_budget=2048, queue_limit=512, prompt_tokens_beside=1024)
+    executor = functools.partial(PromptExecutor, num_rounds=ROUNDS)
+    return Engine(NoModel(), tokenizer, fingerprint="none", config=config, executor=executor)
+
+
+class PromptExecutor(NoExecutor):
+    """One whose prompts are read in units."""
+
+    prompt_unit = PROMPT_UNIT
+
+    def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [self._hidden[:1].expand(len(row), 1) for row in ids]
+
+
+def measure_prompts(tokenizer: Tokenizer, num_prompts: int) -> dict[str, list[float]]:
+    """Microseconds of CPU: of `add` of each prompt, of the call of `step` that launches its reading, of the next one,
+    which waits for it, and of the others.
+    """
+    engine, generator = prompt_engine(tokenizer), random.Random(0)
+    times: dict[str, list[float]] = {"admission": [], "with a prompt": [], "after it": [], "without": []}
+    sampling = SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)
+    for row in range(BESIDE):
+        engine.add(GenerationRequest(request_id=f"row-{row}", prompt_ids=(1,), sampling=sampling), tag=row)
+    for _ in range(STEPS_A_PROMPT):
+        timed_step(engine)
+    sampling = dataclasses.replace(sampling, max_tokens=64)
+    for number in range(num_prompts):
+        ids = tuple(generator.choices(range(tokenizer.vocab_size), k=PROMPT_LEN))
+        request = GenerationRequest(request_id=f"prompt-{number}", prompt_ids=ids, sampling=sampling)
+        started, num_read = time.thread_time(), engine.stats().tokens_computed
+        engine.add(request, tag=BESIDE + number)
+        times["admission"].append(1e6 * (time.thread_time() - started))
+        for step in range(STEPS_A_PROMPT):
+            times[("with a prompt", "after it")[step] if step < 2 else "without"].append(timed_step(engine))
+            if step == 1 and engine.stats().tokens_computed != num_read + PROMPT_LEN:
+                raise RuntimeError("the prompt was not read as a whole, in the next step")
+    return times
+
+
+def timed_step(engine: Engine) -> float:
+    """Microseconds of CPU."""
+    started = time.thread_time()
+    engine.step()
+    engine.take_tokens()
+    return 1e6 * (time.thread_time() - started)
+
+
 async def measure_with_readers(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int) -> float:
     """The same of all the process, with the engine's thread and a reader of each request on the event loop."""
     engine, times = AsyncEngine(new_engine(tokenizer, num_rows)), list[float]()
@@ -170,14 +228,28 @@ async def measure_with_readers(tokenizer: Tokenizer, num_rows: int, num_tokens: 
     return min(times)
 
 
+def print_prompts(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Medians and 99th percentiles."""
+    figures = {name: [float(at) for at in np.percentile(taken, (50, 99))] for name, taken in times.items()}
+    print(f"{BESIDE} rows decode, prompts of {PROMPT_LEN} tokens; CPU us, p50 and p99")
+    for name, (middle, high) in figures.items():
+        print(f"{name:>15}{middle:>9.0f}{high:>9.0f}")
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     parser.add_argument("--tokens", type=int, default=40, help="of each request")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=0, help="measure so many prompts beside rows that decode, alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer, results = BpeTokenizer.load(MEASURED_MODEL), []
+    if args.prompts:
+        beside = print_prompts(measure_prompts(tokenizer, args.prompts))
+        print(json.dumps({"commit": source_commit(), "prompts": beside}))
+        return
     columns = ("rows", "step, us", "a token", "with a stop string", "with readers", "ahead", "in rounds")
     widths = (5, 10, 9, 20, 14, 9, 11)
     print("".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))

@@ -280,7 +280,9 @@ class AsyncEngine:
 
     def _add(self, command: _Submit) -> Events:
         try:
-            self._engine.add(command.request, arrival=command.at, matcher=command.matcher, tag=command.tag)
+            self._engine.add(  # `submit` has checked it
+                command.request, arrival=command.at, matcher=command.matcher, tag=command.tag, is_checked=True
+            )
         except NsmError as error:
             return self._refuse(command, error)
         except Exception as error:  # of one request: the others must not end with it

@@ -145,8 +145,10 @@ class Engine:
         arrival: float | None = None,
         matcher: TokenMatcher | None = None,
         tag: int | None = None,
+        is_checked: bool = False,
     ) -> None:
         """Queues a request that arrived at `arrival` by the clock, or now. Raises as `check`, or Overloaded.
+        `is_checked`: `check` has passed it, which reads the whole prompt.
 
         `matcher`: of its grammar, which is compiled here if it is not given: that may take seconds. `tag`, at least 0
         and unique: the reader makes the text if the request `has_free_text`, so events have none, and most tokens come
@@ -154,7 +156,8 @@ class Engine:
 
         After an error nothing of the request remains here.
         """
-        self.check(request)
+        if not is_checked:
+            self.check(request)
         if request.request_id in self._active.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         grammar = request.sampling.grammar

@@ -68,6 +68,11 @@ class PendingTokens:
         return ids
 
 
+def has_draws(params: npt.NDArray[np.int64]) -> bool:
+    """Whether a row of `pack_rows` is not greedy."""
+    return bool(params[:, _TEMPERATURE].any())
+
+
 def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: TokenMasks | None = None) -> PendingTokens:
     """logits [B,V] fp32 on a GPU, for unadjusted rows; params: `pack_rows` of them. Does not wait.
 
@@ -76,7 +81,7 @@ def launch_on_device(logits: Tensor, params: npt.NDArray[np.int64], masks: Token
     The uniform draws have the host's bits. Weights are rounded differently: a token differs if the draw lies within
     rounding of the boundary between two tokens.
     """
-    is_drawn = params[:, _TEMPERATURE].any()  # else the kernel needs no parameters
+    is_drawn = has_draws(params)  # else the kernel needs no parameters
     device = logits.device
     words = None if masks is None else to_device(masks.dense(*logits.shape), device)
     return PendingTokens(choose_on_device(logits, to_device(params, device) if is_drawn else None, words))

@@ -16,6 +16,7 @@ from nsm_core.ops.dispatch import runs_kernels
 from nsm_core.sampling.device import (
     PendingTokens,
     fits_device,
+    has_draws,
     launch_on_device,
     pack_sampling_params,
     sample_on_device,
@@ -132,6 +133,10 @@ class Sampler:
         """Like `sample`, for plain rows; params: `pack_rows` of them. Only `PendingTokens.wait` waits."""
         if runs_kernels(logits) and fits_device(logits):
             return launch_on_device(logits, params)
+        if not has_draws(params):
+            raw = to_numpy(logits)
+            likeliest = np.where(np.isfinite(raw).all(axis=-1), raw.argmax(axis=-1), NOT_FINITE)
+            return PendingTokens(torch.from_numpy(likeliest).to(logits.device))
         sampled = self._sample_on_host(logits, rows, None)
         ids = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
         return PendingTokens(torch.tensor(ids, device=logits.device))

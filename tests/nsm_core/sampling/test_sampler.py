@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nsm_core.errors import NumericalError
 from nsm_core.sampling.counts import TokenCounts
+from nsm_core.sampling.device import pack_rows
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.sampling.result import SampledToken
+from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.rng import uniform
 from nsm_core.sampling.sampler import Sampler, SamplingRow
 from tests.support.counts import scaled
@@ -211,3 +212,13 @@ def test_a_token_outside_the_filters_is_never_drawn(data: st.DataObject) -> None
     (token_id,) = ids_of(torch.tensor([logits], dtype=torch.float32), [row])
     # logits within rounding of each other are as good as equal: the temperature may make them so
     assert sum(x > logits[token_id] + 1e-4 for x in logits) < top_k
+
+
+def test_greedy_rows_that_are_launched_have_the_tokens_of_rows_that_are_sampled() -> None:
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(3))
+    logits[2, 7], logits[5, 0], logits[6] = float("nan"), float("inf"), 1.0  # the last has equal ones
+    rows = [make_row(index, temperature=0.0) for index in range(len(logits))]
+    sampled = Sampler().sample(logits, rows)
+    want = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
+    assert Sampler().launch(logits, rows, pack_rows(rows)).wait().tolist() == [want]
+    assert want.count(NOT_FINITE) == 2
