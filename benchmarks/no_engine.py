@@ -372,7 +372,8 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
 
     configure_logging("info")
     encode_on_one_thread()
-    settings = Settings(prefix_cache_mb=0, store=store, port=0, data_dir=Path("unused"))
+    directory = tempfile.TemporaryDirectory()  # of a store that is a file
+    settings = Settings(prefix_cache_mb=0, store=store, port=0, data_dir=Path(directory.name))
     engine = EngineProcess(tokenizer, step_ms) if is_split else None
     backend: Any = NoBackend(tokenizer, step_ms / 1e3) if engine is None else reach(engine.path)
     app = create_app(settings, backend, make_store(settings))
@@ -401,6 +402,7 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
 
     with bind("127.0.0.1", 0) as sock, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(main(sock))
+    directory.cleanup()
     if engine is not None:
         engine.stop()
 

@@ -147,11 +147,14 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=1.0, help="of the engine")
     parser.add_argument("--fresh", action="store_true", help="a new connection for each request")
     parser.add_argument("--split", action="store_true", help="the engine in a process of its own, as with workers")
+    parser.add_argument("--store", choices=("memory", "sqlite"), default="memory", help="sqlite: a file of its own")
     args = parser.parse_args()
     print(f"{'':<21} {'cpu us':>8} {'range':^15}{'loop':>8} {'other':>8} {'requests/s':>11}")
     with contextlib.ExitStack() as stack:
         roots = {"this": HERE.parent.parent, **({"against": args.against.resolve()} if args.against else {})}
-        servers = [Server(name, root, args.step_ms, is_split=args.split) for name, root in roots.items()]
+        servers = [
+            Server(name, root, args.step_ms, store=args.store, is_split=args.split) for name, root in roots.items()
+        ]
         for server in servers:
             stack.callback(server.stop)
         rows = {kind: compare(kind, servers, args) for kind in args.kinds}

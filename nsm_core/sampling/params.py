@@ -129,6 +129,14 @@ class SamplingParams:
                 param="ignore_eos",
             )
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with a seed that is another turn's: nothing is checked again."""
+        other = object.__new__(SamplingParams)
+        for name in _NAMES:
+            object.__setattr__(other, name, getattr(self, name))
+        object.__setattr__(other, "seed", seed)
+        return other
+
     @property
     def is_greedy(self) -> bool:
         """Temperature 0: the most likely token after penalties and bias, no draw."""
@@ -153,6 +161,9 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether tokens are chosen from the raw logits alone: unadjusted, and without masks."""
         return self.is_unadjusted and not self.is_constrained
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def top_k_count(top_k: int) -> int:

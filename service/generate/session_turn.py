@@ -104,11 +104,15 @@ class SessionAnswer:
         if writer is not None and isinstance(self._source, Turn) and self._text.is_plain(Delta()):
             self._source.show_by(functools.partial(self._shown, writer, text_frame))
 
-    def _shown(self, writer: PartWriter, text_frame: TextFrame, events: Sequence[TokenEvent]) -> Write | None:
-        data = b"".join([_numbered(event.index, text_frame(event.text)) for event in events if event.text])
+    def _shown(self, writer: PartWriter, text_frame: TextFrame, first: int, texts: Sequence[str]) -> Write | None:
+        if len(texts) == 1:
+            data = _numbered(first, text_frame(texts[0])) if texts[0] else b""
+        else:
+            shown = [_numbered(number, text_frame(text)) for number, text in enumerate(texts, start=first) if text]
+            data = b"".join(shown)
         write = writer(data) if data else write_nothing
         if write is not None:
-            self._num_tokens = events[-1].index
+            self._num_tokens = first + len(texts) - 1
         return write
 
     async def collect(self) -> dict[str, Any]:
@@ -195,7 +199,9 @@ async def open_session_turn(
     services = await services.for_session(key, body.model)
     spec = body.to_request(services.limits, services.chat_template)
     services.prompts.check_size(body.input, param="input")
-    digest = digest or digest_of(body.model_dump(exclude=body.digest_exclude))
+    if digest is None and (idempotency_key is not None or body.expected_version is not None):
+        digest = digest_of(body.model_dump(exclude=body.digest_exclude))
+    digest = digest or ""  # a turn that nobody can ask for again needs none
     identity = retry_identity(idempotency_key, body.expected_version, digest)
     if identity is not None and spec.sampling.grammar is not None:  # which the engine compiles: it may be away
         committed = await services.turns.committed(key, identity=identity, digest=digest)

@@ -201,7 +201,7 @@ class ResumedSession:
         seed = self.seed
         if seed is None or turn.has_own_seed:
             return turn.sampling
-        return dataclasses.replace(turn.sampling, seed=seed)
+        return turn.sampling.with_seed(seed)
 
     @property
     def seed(self) -> int | None:

@@ -76,13 +76,18 @@ class _InstrumentedStore:
 
     def _measured(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
-            started = time.monotonic()
+            method, started = getattr(self._store, operation), time.monotonic()
             try:
-                with _counting_damage(self._metrics), _span(self._tracer, "store", operation, _attributes(args)):
-                    result = await getattr(self._store, operation)(*args, **fields)
+                if get_current_span().get_span_context().is_valid:
+                    with _span(self._tracer, "store", operation, _attributes(args)):
+                        result = await method(*args, **fields)
+                else:
+                    result = await method(*args, **fields)
             except BaseException as error:
                 outcome: Outcome = "refused" if _is_refusal(error) else "failed"
                 self._metrics.store_called(operation, time.monotonic() - started, outcome=outcome)
+                if isinstance(error, SnapshotCorrupt | StoreDamaged):
+                    self._metrics.store_damaged(_damaged_part(error))
                 raise
             self._metrics.store_called(
                 operation,

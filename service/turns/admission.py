@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import EngineDead, NotFound, NsmError, Overloaded, SnapshotCorrupt, StateMismatch, VersionConflict
@@ -60,25 +60,27 @@ class TurnAdmission:
         """
         started = time.monotonic()
         start = None if request is None else self.start_of(request)
-        async with self._naming_model():
-            with _naming_version():
-                hot = await self.keeper.find(key)
-                held = await self.leases.take(
-                    key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records
-                )
+        try:
+            hot = await self.keeper.find(key)
+            held = await self.leases.take(key, on_lost=turn.stop, hot=hot, start=start, max_records=self.max_records)
+        except NsmError as error:
+            await self._explain(error)
+            raise
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
-    @contextlib.asynccontextmanager
-    async def _naming_model(self) -> AsyncIterator[None]:
-        """A store knows no names of models."""
+    async def _explain(self, error: NsmError) -> None:
+        """Counts a failure, and adds what the store does not know: names of models, fields of requests. May raise a
+        StateMismatch in place of the error.
+        """
+        if isinstance(error, VersionConflict):
+            error.param = "expected_version"
         with _count_failures(self.metrics):
-            try:
-                yield
-            except OtherModel as error:
+            if isinstance(error, OtherModel):
                 tokenizer_fingerprint = self.backend.tokenizer.fingerprint
                 await require_own_model(error.head, self.backend.model, tokenizer_fingerprint=tokenizer_fingerprint)
-                raise
+            if isinstance(error, StateMismatch | NotFound | SnapshotCorrupt):
+                raise error
 
     def start_of(self, request: TurnRequest) -> TurnStart:
         """For the store."""
@@ -94,9 +96,11 @@ class TurnAdmission:
     async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord | None:
         """The same under a lease that was taken without it: see HeldLease.record."""
         start = self.start_of(request)
-        async with self._naming_model():
-            with _naming_version():
-                return await held.begin_turn(start, max_records=self.max_records)
+        try:
+            return await held.begin_turn(start, max_records=self.max_records)
+        except NsmError as error:
+            await self._explain(error)
+            raise
 
     async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> TurnExecution:
         """A new turn, whose record was begun or is due; a refusal leaves no record."""
@@ -263,16 +267,6 @@ def _other_turn(fingerprint: str, running: str) -> str:
         f"the turn was begun by model {shown_model(fingerprint)}, this server runs {shown_model(running)}: only a "
         "server with the former can end it; once the session is this model's, a new turn takes its place"
     )
-
-
-@contextlib.contextmanager
-def _naming_version() -> Iterator[None]:
-    """A store knows no fields of requests."""
-    try:
-        yield
-    except VersionConflict as error:
-        error.param = "expected_version"
-        raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import struct
 import time
@@ -33,7 +34,9 @@ _USUAL_SAMPLING = tuple((one.name, getattr(SamplingParams(), one.name)) for one 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 MIN_PACKED_BYTES = 64  # smaller ones, a few tokens, would hardly get smaller
 MAX_PACKED_BYTES = 64 * 1024  # larger ones stay as they are: packing them would hold up the event loop
-PACK_LEVEL = 6
+# Level, method, window of 4 KiB, memory: with zlib's usual ones each record takes 268 KB of memory, and clears a part
+PACKING = (6, zlib.DEFLATED, 12, 4)
+PACKED_HEAD = b"x\xbb"  # of a stream with the usual window, which may use less of it, and a dictionary
 PACKED = b"x"  # the first byte of what zlib makes; JSON never begins so
 # What records have in common. Part of the format: records of before could not be read with another one.
 _USUAL = (
@@ -90,8 +93,12 @@ class TurnResult:
     error: NsmError | None = None
 
 
+# Of an id: one object for all turns
+plain_token = functools.lru_cache(maxsize=2**16)(StoredToken)
+
+
 def stored_token(event: TokenEvent) -> StoredToken:
-    return StoredToken(event.token_id, event.logprob)
+    return plain_token(event.token_id) if event.logprob is None else StoredToken(event.token_id, event.logprob)
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
@@ -196,8 +203,9 @@ def _dump(value: object) -> bytes:
     raw = _JSON.encode(value).encode()
     if not MIN_PACKED_BYTES <= len(raw) <= MAX_PACKED_BYTES:
         return raw
-    packer = zlib.compressobj(PACK_LEVEL, zdict=_USUAL)
-    return packer.compress(raw) + packer.flush()
+    packer = zlib.compressobj(*PACKING, zdict=_USUAL)
+    packed = packer.compress(raw) + packer.flush()
+    return PACKED_HEAD + packed[len(PACKED_HEAD) :]
 
 
 def _load(raw: bytes) -> Any:
@@ -246,7 +254,7 @@ def _tokens_of(field: str | Sequence[Sequence[Any]]) -> list[StoredToken]:
     if not isinstance(field, str):
         return [_token_of(token) for token in field]
     width, raw = int(field[0]), base64.b64decode(field[1:], validate=True)
-    return [StoredToken(token_id) for (token_id,) in struct.iter_unpack(f"<{_KINDS[width]}", raw)]
+    return [plain_token(token_id) for (token_id,) in struct.iter_unpack(f"<{_KINDS[width]}", raw)]
 
 
 def _token_fields(token: StoredToken) -> list[Any]:

@@ -39,7 +39,7 @@ from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.transitions import SnapshotMark
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
 from service.telemetry.metrics.metrics import Metrics
-from service.turns.codec import CommitPoint, StoredToken, TurnResult, encode_result, stored_token
+from service.turns.codec import CommitPoint, StoredToken, TurnResult, encode_result, plain_token, stored_token
 from service.turns.lease import HeldLease
 from service.turns.token_writer import TokenWriter
 from service.turns.turn import HandedOver, TakenOver, Turn, TurnOutcome
@@ -221,12 +221,9 @@ class TurnExecution:
 
     def _show(self, log: TokenWriter, ids: Sequence[int], texts: Sequence[str]) -> Write | None:
         """Puts the next tokens of a turn whose first ones were shown; None: nothing was put."""
-        if not self.turn.is_shown:
-            return None
-        shown = zip(range(len(log.tokens) + 1, len(log.tokens) + len(ids) + 1), ids, texts, strict=True)
-        write = self.turn.show([TokenEvent(index=index, token_id=id_, text=text) for index, id_, text in shown])
+        write = self.turn.show(len(log.tokens) + 1, ids, texts)
         if write is not None:
-            log.put(map(StoredToken, ids))
+            log.put(map(plain_token, ids))
         return write
 
     async def _commit_or_fail(self, finished: Finished, tokens: list[StoredToken]) -> TurnOutcome:
@@ -288,6 +285,7 @@ class TurnExecution:
                 after=start.after,
                 num_before_border=num_before_border,
                 snapshot_mark=SnapshotMark(to_store.header.version, to_store.header.position),
+                replica=self.held.replica,
             )
             head = await self.held.commit(commit)
         except VersionConflict:

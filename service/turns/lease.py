@@ -71,7 +71,7 @@ class HeldLease:
         self._due = due if leased.record is None else None
         self.fence = leased.lease.fence
         self.has_written = False
-        self._replica = replica
+        self.replica = replica
         self._lease = leased.lease
         self._store = store
         self._lease_s = lease_s
@@ -87,7 +87,9 @@ class HeldLease:
         if commit.snapshot is not None:
             retention = self._retention(commit.newest_mark.position, commit.model_fingerprint)
             commit = dataclasses.replace(commit, retention=retention)
-        return await self._write(self._store.commit, dataclasses.replace(commit, replica=self._replica))
+        if commit.replica != self.replica:
+            commit = dataclasses.replace(commit, replica=self.replica)
+        return await self._write(self._store.commit, commit)
 
     async def start_without(self, bytes_of: Callable[[Snapshot], Awaitable[Snapshot | None]]) -> None:
         """`hot` stays with an engine that cannot go on from it. In its place come its bytes, or what is stored."""

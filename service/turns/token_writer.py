@@ -43,15 +43,18 @@ class TokenWriter:
         self._batch: bytes | None = None  # under way; sent again as it was when it may not have arrived
         self._batch_end = 0
         self._batch_s = BATCH_S
-        self._has_more = asyncio.Event()
-        self._stopped = asyncio.Event()
-        self._has_failed = False
-        self._is_calling = False  # the store
-        self._writing: asyncio.Task[None] | None = asyncio.create_task(self._write_on())
+        self._has_more = False  # tokens that wait for the timer
+        self._is_stopped = self._has_failed = False
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(QUIET_S, self._start_calling)
+        self._calling: asyncio.Task[None] | None = None  # the store
 
     def put(self, tokens: Iterable[StoredToken]) -> None:
         self.tokens += tokens
-        self._has_more.set()
+        if not self._has_more:
+            self._has_more = True
+            if self._timer is not None:  # else the store is being called, which sets the next one
+                self._set_timer()
 
     async def stop(self, *, is_complete: bool = False) -> None:
         """No write is under way when this returns. Idempotent.
@@ -59,38 +62,43 @@ class TokenWriter:
         `is_complete`: write all that is left. What another process would draw again comes out the same on the same kind
         of machine only.
         """
-        self._stopped.set()
-        self._has_more.set()
-        writing, self._writing = self._writing, None  # a task that was cancelled refers to this object
-        if writing is not None and self._is_calling:
-            await asyncio.wait((writing,))
-        elif writing is not None:  # it waits for tokens: nobody has to wait for its end
-            writing.cancel()
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._calling is not None:
+            await asyncio.wait((self._calling,))
         try:
             while is_complete and self._num_written < len(self.tokens):
                 await self._write()
         except NsmError as error:
             self._warn(error)
 
-    async def _write_on(self) -> None:
-        while await self._is_time():
-            self._is_calling = True
-            try:
-                await (self._write() if self._num_written < len(self.tokens) else self._listen())
-            except (LeaseLost, NotFound) as error:  # somebody else has the session, or it is gone
-                self._on_stop(error)
-                return
-            except NsmError as error:  # the turn goes on: the next batch, or the commit, brings it
-                self._warn(error)
-            finally:
-                self._is_calling = False
+    def _set_timer(self) -> None:
+        """For the next batch, or to listen. A timer and no task that waits: most turns end before it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = _until_write_s(self._loop.time(), self._batch_s) if self._has_more else QUIET_S
+        self._timer = self._loop.call_later(wait_s, self._start_calling)
 
-    async def _is_time(self) -> bool:
-        """Waits until there is a batch to write, or it is time to listen. False when it is all over."""
-        if await happens(self._has_more, within_s=QUIET_S):
-            await happens(self._stopped, within_s=_until_write_s(asyncio.get_running_loop().time(), self._batch_s))
-        self._has_more.clear()
-        return not self._stopped.is_set()
+    def _start_calling(self) -> None:
+        self._timer, self._has_more = None, False
+        self._calling = self._loop.create_task(self._call())
+
+    async def _call(self) -> None:
+        try:
+            if self._is_stopped:
+                return
+            await (self._write() if self._num_written < len(self.tokens) else self._listen())
+        except (LeaseLost, NotFound) as error:  # somebody else has the session, or it is gone
+            self._on_stop(error)
+            return
+        except NsmError as error:  # the turn goes on: the next batch, or the commit, brings it
+            self._warn(error)
+        finally:
+            self._calling = None  # a task that has ended refers to this object by its error
+        if not self._is_stopped:
+            self._set_timer()
 
     async def _write(self) -> None:
         if self._batch is None:

@@ -36,8 +36,9 @@ class TurnOutcome:
 
 
 TurnEvent = TokenEvent | TurnOutcome
-# Makes what writes the texts of tokens to a client; None: its connection cannot take them now
-ShowTokens = Callable[[Sequence[TokenEvent]], Write | None]
+# Makes what writes texts of tokens, the first of which has this number; None: the connection cannot take them now
+ShowTokens = Callable[[int, Sequence[str]], Write | None]
+_ShownToken = tuple[int, int, str]  # number, id and text of a token that was shown: an event, where anybody asks for it
 
 
 class TurnSource(Protocol):
@@ -117,7 +118,7 @@ class Turn:
         self._record: RequestRecord | None = None
         self._stop_error: NsmError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._events: list[TurnEvent] = []
+        self._events: list[TurnEvent | _ShownToken] = []
         self._news = asyncio.Event()
         self._num_readers = 1
         self._has_opener = True
@@ -159,7 +160,7 @@ class Turn:
                     await self._news.wait()
                 finally:
                     reading.is_waiting = False
-            batch = self._events[reading.num_read : reading.num_read + EVENTS_AT_ONCE]
+            batch = list(map(_event_of, self._events[reading.num_read : reading.num_read + EVENTS_AT_ONCE]))
             reading.num_read += len(batch)
             yield batch
             if isinstance(batch[-1], TurnOutcome):
@@ -257,22 +258,23 @@ class Turn:
         self._events += events
         self._news.set()
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether the opener has all events and its connection may take the next ones at once."""
-        return self._show is not None and self._opener.is_waiting and self._opener.num_read == len(self._events)
-
-    def show(self, events: Sequence[TokenEvent]) -> Write | None:
-        """`put` without the opener's task, for a turn that `is_shown`: what writes their texts to its connection. None:
-        nothing was put.
+    def show(self, first: int, ids: Sequence[int], texts: Sequence[str]) -> Write | None:
+        """`put` without the opener's task, if it has all events and waits: what writes the texts of the tokens, from
+        number `first` on, to its connection. None: nothing was put.
         """
-        write = None if self._show is None else self._show(events)
+        opener, num_events = self._opener, len(self._events)
+        if self._show is None or not opener.is_waiting or opener.num_read != num_events:
+            return None
+        write = self._show(first, texts)
         if write is None:
             return None
         if self._record is not None:
-            self._record.tokens(len(events))
-        self._events += events
-        self._opener.num_read += len(events)
+            self._record.tokens(len(ids))
+        if len(ids) == 1:
+            self._events.append((first, ids[0], texts[0]))
+        else:
+            self._events += zip(range(first, first + len(ids)), ids, texts, strict=True)
+        opener.num_read = len(self._events)
         if self._num_readers > 1:
             self._news.set()
         return write
@@ -307,6 +309,13 @@ class Turn:
     def _count(self, end: TurnOutcome) -> None:
         if self._record is not None:
             self._record.finish(_reason(end), end.finished)
+
+
+def _event_of(event: TurnEvent | _ShownToken) -> TurnEvent:
+    if not isinstance(event, tuple):
+        return event
+    index, token_id, text = event
+    return TokenEvent(index=index, token_id=token_id, text=text)
 
 
 class _Reading:

@@ -12,7 +12,6 @@ import pytest
 
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
-from nsm_core.engine.request import TokenEvent
 from nsm_core.engine.stream_pace import StreamPace, Write
 from nsm_core.tokenizer import Tokenizer
 from service.backends import local
@@ -105,9 +104,9 @@ async def test_a_turns_stream_is_written_directly_with_the_frames_of_its_record(
 ) -> None:
     shown: list[int] = []
 
-    def show(turn: Turn, events: Sequence[TokenEvent]) -> Write | None:
-        write = show_directly(turn, events)
-        shown.extend(event.index for event in events if write is not None)
+    def show(turn: Turn, first: int, ids: Sequence[int], texts: Sequence[str]) -> Write | None:
+        write = show_directly(turn, first, ids, texts)
+        shown.extend(range(first, first + len(ids)) if write is not None else ())
         return write
 
     show_directly = Turn.show

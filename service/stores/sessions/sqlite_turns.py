@@ -19,6 +19,7 @@ from service.stores.sessions.sqlite_statements import (
     OWN,
     RunningTurn,
     SessionRow,
+    add_chunk,
     free_whoever,
     get_row,
     get_running,
@@ -50,6 +51,14 @@ _PUT_RECORD = (
     f"INSERT INTO turns (row_id, {', '.join(_RECORD)}) VALUES ({', '.join('?' * (len(_RECORD) + 1))}) "
     f"ON CONFLICT (row_id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _RECORD)}"
 )
+
+
+class _RecordRow(NamedTuple):
+    """Where the record of a turn that has ended is. `is_same`: it is of the turn that begins."""
+
+    order: int
+    row_id: int
+    is_same: bool
 
 
 class _Ended(NamedTuple):
@@ -86,7 +95,10 @@ class SqliteTurns:
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
         def work(connection: sqlite3.Connection) -> bool:
             with unsynced_transaction(connection):
-                number, num_chunks, is_cancel_wanted = held_chunks(connection, lease, turn_id, self._clock())
+                now = self._clock()
+                if add_chunk(connection, lease, turn_id, index=index, chunk=chunk, now=now):
+                    return False
+                number, num_chunks, is_cancel_wanted = held_chunks(connection, lease, turn_id, now)
                 if index > num_chunks:
                     raise turn_not_found(turn_id)
                 if index == num_chunks:
@@ -181,8 +193,8 @@ def find_or_begin(
     now: float,
 ) -> TurnRecord | None:
     """See `TurnStore.begin_turn`; inside the caller's transaction, which holds the lease."""
-    head, running, ended = row.head, row.running, _list_ended(connection, row)
-    found = _find_for(connection, row, start, ended, now)
+    head, running = row.head, row.running
+    found = _find_for(connection, row, start, now)
     if found is not None:
         return found
     if start.base_version is not None:
@@ -192,8 +204,7 @@ def find_or_begin(
         return None
     if running is not None:
         _end_record(connection, head, running, "failed", None, now + ABANDONED_S)
-        ended = _list_ended(connection, row)
-    return _begin(connection, row, start, ended, max_records=max_records)
+    return _begin(connection, row, start, max_records=max_records)
 
 
 def end_running(connection: sqlite3.Connection, row: SessionRow, committed: EndedTurn | None, now: float) -> None:
@@ -232,9 +243,20 @@ def _list_ended(connection: sqlite3.Connection, row: SessionRow) -> list[_Ended]
     return [_Ended(*values) for values in connection.execute(query, row_ids_of_number(row.number))]
 
 
-def _find_for(
-    connection: sqlite3.Connection, row: SessionRow, start: TurnStart, ended: Sequence[_Ended], now: float
-) -> TurnRecord | None:
+def _record_rows(connection: sqlite3.Connection, row: SessionRow, turn_id: str) -> list[_RecordRow]:
+    """Of the session's records of turns that have ended, the oldest first; by one row, since SQLite gives up the
+    interpreter's lock for each.
+    """
+    query = f"SELECT group_concat(turn_order || ' ' || row_id || ' ' || (turn_id = ?)) FROM turns WHERE {OWN}"
+    (listed,) = connection.execute(query, (turn_id, *row_ids_of_number(row.number))).fetchone()
+    if listed is None:
+        return []
+    with decoding(f"a turn record of session {row.head.session_id!r}"):
+        records = (map(int, record.split(" ")) for record in listed.split(","))
+        return sorted(_RecordRow(order, row_id, bool(is_same)) for order, row_id, is_same in records)
+
+
+def _find_for(connection: sqlite3.Connection, row: SessionRow, start: TurnStart, now: float) -> TurnRecord | None:
     """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
     has with another digest.
     """
@@ -245,7 +267,7 @@ def _find_for(
         return _running_record(connection, row.head.key, running, 0, 0.0)
     if start.identity is None:
         return None
-    for record in reversed(ended):
+    for record in reversed(_list_ended(connection, row)):
         if record.identity == start.identity and (record.status == "committed" or record.digest != start.digest):
             query = f"SELECT {_ENDED} FROM turns WHERE row_id = ? AND {_CURRENT}"
             values = connection.execute(query, (record.row_id, now)).fetchone()
@@ -254,10 +276,9 @@ def _find_for(
     return None
 
 
-def _begin(
-    connection: sqlite3.Connection, row: SessionRow, start: TurnStart, ended: Sequence[_Ended], *, max_records: int
-) -> TurnRecord:
-    row_id, order = _next_row_id(connection, row, start.turn_id, ended, max_records=max_records)
+def _begin(connection: sqlite3.Connection, row: SessionRow, start: TurnStart, *, max_records: int) -> TurnRecord:
+    records = _record_rows(connection, row, start.turn_id)
+    row_id, order = _next_row_id(connection, row, records, max_records=max_records)
     connection.execute(
         "UPDATE sessions SET turn_id = ?, turn_identity = ?, turn_digest = ?, turn_base_version = ?, turn_row_id = ?, "
         f"turn_order = ?, is_cancel_wanted = 0, turn_request = ? WHERE {ONE}",
@@ -270,15 +291,14 @@ def _begin(
 
 
 def _next_row_id(
-    connection: sqlite3.Connection, row: SessionRow, turn_id: str, ended: Sequence[_Ended], *, max_records: int
+    connection: sqlite3.Connection, row: SessionRow, records: Sequence[_RecordRow], *, max_records: int
 ) -> tuple[int, int]:
     """Row id and order of a turn that begins. It takes the row of the oldest record if there are as many as may be,
     which stays until it ends: so a turn that begins writes no page of records.
     """
-    with decoding(f"a turn record of session {row.head.session_id!r}"):
-        order = ended[-1].order + 1 if ended else 1
-    same = [record.row_id for record in ended if record.turn_id == turn_id]
-    row_ids = [record.row_id for record in ended if record.row_id not in same]
+    order = records[-1].order + 1 if records else 1
+    same = [record.row_id for record in records if record.is_same]
+    row_ids = [record.row_id for record in records if not record.is_same]
     num_over = len(row_ids) - (max_records - 1)
     for row_id in [*same, *row_ids[: max(0, num_over - 1)]]:  # a retry under the same id, or fewer may be than before
         connection.execute("DELETE FROM turns WHERE row_id = ?", (row_id,))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
 from service.stores.sqlite.schema import MEMORY, StoreConnection, connect, connect_memory, is_busy
@@ -20,6 +22,7 @@ _WHOLE = ("COMMIT", ("ROLLBACK",))
 _PART = ("RELEASE part", ("ROLLBACK TO part", "RELEASE part"))
 LOCK_POLL_S = 0.001  # between two looks at a lock that another process holds
 GATE_PATIENCE_S = 0.01  # for which a closed gate is believed
+GATHER_S = 0.001  # for which a result waits for the next ones: the loop wakes once for all
 NO_TABLE = "no such table"  # SQLite has no code of its own for it
 FULL = "the session store is full: delete sessions, or free its disk"
 DAMAGED = "the session store is damaged or not a database"
@@ -29,6 +32,25 @@ Work = Callable[[sqlite3.Connection], Result]
 
 class LockTaken(Exception):
     """Another process has the write lock, and the connection does not wait for it."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """Work for the thread, and where its result goes."""
+
+    work: Work[Any]
+    done: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+    def end(self) -> None:
+        """On the loop. A caller that was cancelled hears nothing."""
+        if self.done.done():
+            return
+        if self.error is None:
+            self.done.set_result(self.result)
+        else:
+            self.done.set_exception(self.error)
 
 
 class ConnectionThread:
@@ -41,21 +63,50 @@ class ConnectionThread:
         self._connect = connect
         self._file = file
         self._connection: sqlite3.Connection | None = None
+        self._waiting: deque[_Call] = deque()
         self.has_met_damage = False
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.call, work)
+        call = _Call(work, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if len(self._waiting) == 1:  # else the thread is called already, or will look again
+            try:
+                self.start(self._run_waiting)
+            except RuntimeError:  # the thread has ended
+                self._waiting.clear()
+                raise
+        result: Result = await call.done
+        return result
+
+    def _run_waiting(self) -> None:
+        """In the thread. Results that come within GATHER_S wake the loop once."""
+        while self._waiting:
+            ended: list[_Call] = []
+            loop, end = self._waiting[0].done.get_loop(), time.monotonic() + GATHER_S
+            while self._waiting and time.monotonic() < end and self._waiting[0].done.get_loop() is loop:
+                call = self._waiting.popleft()
+                try:
+                    call.result = self.call(call.work, is_careful=True)
+                except Exception as error:
+                    call.error = error
+                ended.append(call)
+            with contextlib.suppress(RuntimeError):  # the loop was closed before: nobody waits
+                loop.call_soon_threadsafe(_end_calls, ended)
 
     def start(self, work: Callable[[], None]) -> None:
         """`work` in the thread, after what was started before; it must not raise. Raises RuntimeError after `close`."""
         self._executor.submit(work)
 
-    def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """`work`, in the thread, which is this one; SQLite's errors come out as ours."""
+    def call(self, work: Callable[[sqlite3.Connection], Result], *, is_careful: bool = False) -> Result:
+        """`work`, in the thread, which is this one; SQLite's errors come out as ours. `is_careful`: it may have
+        statements outside of transactions, which wait for locks and for the disk.
+        """
         try:
             if self._connection is None:
                 self._connection = self._connect()
+            if is_careful:
+                _be_careful(self._connection)
             return work(self._connection)
         except sqlite3.Error as error:
             translated = _translate(error, self._file)
@@ -69,6 +120,11 @@ class ConnectionThread:
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def _end_calls(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.end()
 
 
 def file_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:
@@ -88,7 +144,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """
     with _committed(connection):
         yield
-        connection.execute("UPDATE usage SET stamp = stamp + 1 WHERE tenant = ''")
+        if isinstance(connection, StoreConnection):  # nothing of a database in memory is there after a restart
+            connection.execute("UPDATE usage SET stamp = stamp + 1 WHERE tenant = ''")
 
 
 @contextlib.contextmanager
@@ -96,8 +153,7 @@ def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk. So the
     stamp, which says what a restart must find, stays.
     """
-    is_part = connection.in_transaction
-    with contextlib.nullcontext() if is_part else _waiting_for_no_disk(connection), _committed(connection):
+    with _committed(connection, is_synced=_never):
         yield
 
 
@@ -108,25 +164,16 @@ def shared_transaction(connection: sqlite3.Connection, *, is_synced: Callable[[]
 
     `is_synced`: whether the end has to be on the disk. It is asked before each try to take SQLite's write lock.
     """
-    with contextlib.ExitStack() as level:
-
-        def set_level() -> None:
-            level.close()
-            if not is_synced():
-                level.enter_context(_waiting_for_no_disk(connection))
-
-        with _committed(connection, before_try=set_level):
-            yield
-
-
-@contextlib.contextmanager
-def _waiting_for_no_disk(connection: sqlite3.Connection) -> Iterator[None]:
-    """Of a transaction that begins and ends inside."""
-    connection.execute("PRAGMA synchronous = NORMAL")
-    try:
+    with _committed(connection, is_synced=is_synced):
         yield
-    finally:
-        connection.execute("PRAGMA synchronous = FULL")
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
 
 
 @contextlib.contextmanager
@@ -142,14 +189,14 @@ def not_waiting(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _committed(connection: sqlite3.Connection, *, before_try: Callable[[], None] | None = None) -> Iterator[None]:
-    """Within a transaction that is under way it is a part of that one."""
+def _committed(connection: sqlite3.Connection, *, is_synced: Callable[[], bool] = _always) -> Iterator[None]:
+    """Within a transaction that is under way it is a part of that one. `is_synced`: see `shared_transaction`."""
     is_part = connection.in_transaction
     commit, rollback = _PART if is_part else _WHOLE
     if is_part:
         connection.execute("SAVEPOINT part")
     else:
-        _begin_writing(connection, before_try)
+        _begin_writing(connection, is_synced)
     try:
         yield
         connection.execute(commit)
@@ -164,42 +211,41 @@ def _committed(connection: sqlite3.Connection, *, before_try: Callable[[], None]
             gate.leave()
 
 
-def _begin_writing(connection: sqlite3.Connection, before_try: Callable[[], None] | None) -> None:
-    """Waits for other processes as long as the connection's timeout says, but with short pauses: SQLite's own grow to
-    0.1 s, so that of many processes some wait for seconds while the lock is often free.
+def _begin_writing(connection: sqlite3.Connection, is_synced: Callable[[], bool]) -> None:
+    """Waits for other processes as long as the connection may, but with short pauses: SQLite's own grow to 0.1 s, so
+    that of many processes some wait for seconds while the lock is often free.
     """
-    (timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
-    last_try = time.monotonic() + timeout_ms / 1e3
-    connection.execute("PRAGMA busy_timeout = 0")
-    gate = _gate_of(connection)
+    if not isinstance(connection, StoreConnection):  # in memory: there is no other process, and no disk
+        connection.execute("BEGIN IMMEDIATE")
+        return
+    last_try = time.monotonic() + connection.patience_s
+    connection.set_patient(False)
+    gate = connection.gate
     try:
         while True:
             if gate is not None:
                 _await_gate(connection, gate, last_try)
-            if before_try is not None:
-                before_try()
+            connection.set_synced(is_synced())
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
                 if not is_busy(error) or time.monotonic() > last_try:
                     raise
-                if isinstance(connection, StoreConnection) and not connection.waits_for_lock:
+                if not connection.waits_for_lock:
                     raise LockTaken from error
             time.sleep(LOCK_POLL_S)
     except BaseException:
         if gate is not None:
             gate.leave()
         raise
-    finally:
-        connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
 
 
-def _await_gate(connection: sqlite3.Connection, gate: WriteGate, last_try: float) -> None:
+def _await_gate(connection: StoreConnection, gate: WriteGate, last_try: float) -> None:
     """Returns when it is worth while to ask SQLite for its lock. Raises LockTaken."""
     end = min(last_try, time.monotonic() + GATE_PATIENCE_S)
     while not gate.try_enter():
-        if isinstance(connection, StoreConnection) and not connection.waits_for_lock:
+        if not connection.waits_for_lock:
             raise LockTaken
         if time.monotonic() > end:
             return
@@ -224,7 +270,15 @@ def reading(connection: sqlite3.Connection) -> Iterator[None]:
 def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
     """Deleted bytes are still in it. Best effort: the session is gone, and any later checkpoint does the same."""
     with contextlib.suppress(sqlite3.Error):
+        _be_careful(connection)  # it waits for readers
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _be_careful(connection: sqlite3.Connection) -> None:
+    """For statements outside of a transaction: they wait for locks, and for the disk."""
+    if isinstance(connection, StoreConnection):
+        connection.set_patient(True)
+        connection.set_synced(True)
 
 
 def is_full(error: sqlite3.Error) -> bool:

@@ -443,10 +443,28 @@ PRAGMAS = f"""
 
 
 class StoreConnection(sqlite3.Connection):
-    """`waits_for_lock`: whether a transaction waits while another process writes. `gate`: of its transactions."""
+    """`waits_for_lock`: whether a transaction waits while another process writes. `gate`: of its transactions.
+    `patience_s`: the wait for a lock of another process.
+
+    It remembers what its pragmas are set to: to set one takes a statement, and a turn makes few.
+    """
 
     waits_for_lock = True
     gate: WriteGate | None = None
+    patience_s = 0.0
+    _is_synced = _is_patient = True
+
+    def set_synced(self, is_synced: bool) -> None:
+        """Whether the next transactions wait for the disk."""
+        if is_synced != self._is_synced:
+            self.execute(f"PRAGMA synchronous = {'FULL' if is_synced else 'NORMAL'}")
+            self._is_synced = is_synced
+
+    def set_patient(self, is_patient: bool) -> None:
+        """Whether SQLite itself waits for a lock, with pauses that grow to 0.1 s."""
+        if is_patient != self._is_patient:
+            self.execute(f"PRAGMA busy_timeout = {round(1e3 * self.patience_s) if is_patient else 0}")
+            self._is_patient = is_patient
 
     def close(self) -> None:
         super().close()
@@ -470,7 +488,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, factory=StoreConnection
     )
-    connection.gate = WriteGate(path)
+    connection.gate, connection.patience_s = WriteGate(path), busy_timeout_s
     try:
         _refuse_foreign_file(connection, path)
         _use_write_ahead_log(connection, patience_s=busy_timeout_s)

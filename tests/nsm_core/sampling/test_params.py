@@ -109,3 +109,9 @@ def test_token_ids_outside_the_vocabulary_are_refused(field: str, token_id: int)
 
 def test_token_ids_of_the_vocabulary_are_accepted() -> None:
     validate_for_vocab(SamplingParams(logit_bias={0: 1.0, 299: -1.0}, stop_token_ids=(0, 299)), vocab_size=300)
+
+
+def test_another_seed_changes_nothing_else() -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.3, stop=("a",), logit_bias={7: 1.0}, seed=1, logprobs=2)
+    assert params.with_seed(5) == dataclasses.replace(params, seed=5)
+    assert params.seed == 1

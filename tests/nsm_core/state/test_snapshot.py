@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import struct
@@ -311,3 +312,18 @@ def test_numbers_that_do_not_fit_are_stored_in_float32(dtype: str) -> None:
 def test_a_state_that_was_rounded_once_says_so_in_whatever_dtype_it_is_stored_later() -> None:
     snapshot = dataclasses.replace(rounded_snapshot("int8"), header=make_header(layout=SLOTS, rounded_to="int8"))
     assert Snapshot.decode(snapshot.encode()) == snapshot
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0, 1, 7, 2**70, 1.0, float("nan"), float("inf"), "", "x", (), ("a",)]
+)
+def test_a_header_that_looks_usual_passes_every_check(value: Any) -> None:
+    usual = make_header()
+    for field in dataclasses.fields(SnapshotHeader):
+        if field.name in ("layout", "sampler"):  # which are checked where they are made
+            continue
+        changed = copy.copy(usual)
+        object.__setattr__(changed, field.name, value)
+        if changed._is_usual():
+            changed._check()
+    assert usual._is_usual()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.sampling.params import SamplingParams
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
+from service.turns import codec
 from service.turns.codec import (
     PACKED,
     CommitPoint,
@@ -157,3 +159,14 @@ def test_a_few_tokens_are_plain_and_many_are_packed() -> None:
     assert len(encode_tokens(few)) < 16
     assert encode_tokens(many).startswith(PACKED)
     assert [decode_tokens(encode_tokens(tokens)) for tokens in (few, many)] == [few, many]
+
+
+@pytest.mark.parametrize("size", [200, 5_000, 60_000])
+def test_packed_records_have_one_format_whatever_memory_the_packer_takes(size: int) -> None:
+    value = "".join(map(str, range(size)))[:size]
+    raw = codec._JSON.encode(value).encode()
+    usual = zlib.compressobj(zdict=codec._USUAL)
+    packed = usual.compress(raw) + usual.flush()
+    assert codec._load(packed) == value
+    assert codec._dump(value)[:2] == packed[:2]
+    assert zlib.decompressobj(zdict=codec._USUAL).decompress(codec._dump(value)) == raw

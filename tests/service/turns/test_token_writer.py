@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any, cast
 
@@ -70,3 +71,36 @@ async def test_a_slow_turn_is_written_three_times_a_second() -> None:
 async def test_one_token_is_written_within_a_batch() -> None:
     appends = await written(1, every_s=1.6 * BATCH_S)
     assert [ids for _, ids in appends] == [[0]]
+
+
+async def test_a_turn_that_ends_before_its_first_batch_never_calls_the_store() -> None:
+    with held_time() as now:
+        held = Held(now)
+        writer = TokenWriter(cast(HeldLease, held), "t", on_stop=lambda error: None)
+        writer.put([StoredToken(0)])
+        await writer.stop()
+        num_tasks = len(asyncio.all_tasks())
+        await now.advance(3.0)
+    assert (held.appends, num_tasks) == ([], 1)
+
+
+async def test_stop_waits_for_the_write_that_is_under_way() -> None:
+    with held_time() as now:
+        held = Held(now)
+        may_arrive = asyncio.Event()
+        append = held.append_turn
+
+        async def append_late(turn_id: str, *, index: int, chunk: bytes) -> bool:
+            await may_arrive.wait()
+            return await append(turn_id, index=index, chunk=chunk)
+
+        held.append_turn = append_late  # type: ignore[method-assign]
+        writer = TokenWriter(cast(HeldLease, held), "t", on_stop=lambda error: None)
+        writer.put([StoredToken(7)])
+        await now.advance(2 * BATCH_S)
+        stopping = asyncio.create_task(writer.stop())
+        await now.advance(1.0)
+        assert not stopping.done()
+        may_arrive.set()
+        await stopping
+    assert [ids for _, ids in held.appends] == [[7]]

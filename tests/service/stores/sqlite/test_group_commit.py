@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nsm_core.errors import NsmError, StorageFull, StoreReplaced, StoreUnavailable, VersionConflict
+from nsm_core.errors import NotFound, NsmError, StorageFull, StoreReplaced, StoreUnavailable, VersionConflict
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.connection import transaction, unsynced_transaction
 from service.stores.sqlite.database import FileDatabase
@@ -278,7 +278,9 @@ async def test_a_closed_database_refuses(database: FileDatabase) -> None:
         await database.write_short(put("one"), is_synced=True)
 
 
-async def test_a_write_waits_for_the_lock_of_another_and_leaves_the_timeout_as_it_was(tmp_path: Path) -> None:
+async def test_a_write_waits_for_the_lock_of_another_and_later_statements_have_the_timeout_and_the_disk(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "sessions.db"
     async with opened(FileDatabase(path, max_bytes=None, busy_timeout_s=7.0)) as database:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
@@ -286,11 +288,46 @@ async def test_a_write_waits_for_the_lock_of_another_and_leaves_the_timeout_as_i
             loop = asyncio.get_running_loop()
             loop.call_later(0.05, other.execute, "ROLLBACK")
 
-            def write(connection: sqlite3.Connection) -> int:
-                with transaction(connection):
+            def write(connection: sqlite3.Connection) -> None:
+                with unsynced_transaction(connection):
                     connection.execute("INSERT INTO usage (tenant, num_sessions, num_bytes) VALUES ('x', 0, 0)")
-                (timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
-                return int(timeout_ms)
 
-            assert await database.write_short(write, is_synced=True) == 7_000
+            def pragmas(connection: sqlite3.Connection) -> list[int]:
+                return [
+                    int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("busy_timeout", "synchronous")
+                ]
+
+            await database.write_short(write, is_synced=False)
             assert not other.in_transaction
+            assert await database.write(pragmas) == [7_000, FULL]
+
+
+async def test_reads_that_wait_together_have_their_own_results_and_a_cancelled_one_runs(database: FileDatabase) -> None:
+    is_busy, may_go = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def hold(connection: sqlite3.Connection) -> None:
+        is_busy.set()
+        may_go.wait()
+
+    def read(number: int) -> Write:
+        def work(connection: sqlite3.Connection) -> int:
+            ran.append(number)
+            if number == 1:
+                raise NotFound("one is not there")
+            return number
+
+        return work
+
+    async with opened(database):
+        holding = asyncio.create_task(database.read(hold))
+        await asyncio.to_thread(is_busy.wait)
+        reads = [asyncio.create_task(database.read(read(number))) for number in range(4)]
+        await asyncio.sleep(0)
+        reads[2].cancel()
+        await asyncio.sleep(0)
+        may_go.set()
+        await holding
+        results = await asyncio.gather(*reads, return_exceptions=True)
+    assert ran == [0, 1, 2, 3]
+    assert [type(result) for result in results] == [int, NotFound, asyncio.CancelledError, int]
