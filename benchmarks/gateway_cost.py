@@ -85,6 +85,7 @@ class Server:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(30)
+        self._output().close()
         self._log.close()
 
     def _output(self) -> Any:

@@ -366,9 +366,10 @@ def serve(tokenizer: Path, step_ms: float, store: str, *, is_split: bool) -> Non
 
     from nsm_core.tokenizer import encode_on_one_thread
     from service.app import create_app
-    from service.server import bind, configure_logging, uvicorn_config
+    from service.server import bind, uvicorn_config
     from service.settings import Settings
     from service.stores.sessions.factory import make_store
+    from service.telemetry.logs import configure_logging
 
     configure_logging("info")
     encode_on_one_thread()
