@@ -3,7 +3,7 @@
 A text is random tokens. Here and there stands a key with its value, and once, later, the key alone: the value has to be
 predicted there, and nothing else counts. The distance is even on a log scale, from 4 tokens to 3,000. Texts of 4,096
 tokens are read in rows of 1,024 with the state carried over, gradients within a row, as in `nsm train --carry 1`.
-RESULT.jsonl gets a line for each run, RESULT.md the table; a second call runs what is missing.
+RESULT.jsonl gets a line for each run, RESULT.md the table; a second call runs the missing ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEYS, VALUES, OTHERS = 64, 32, 32  # tokens of each kind: values follow the keys
 ROW, TEXT = 1024, 4096  # tokens
 DISTANCES = (4, 3000)  # tokens from a pair's key to the question
 SHARE_ASKED = 0.08  # questions a token
-EDGES = (4, 32, 96, 256, 512, 1024, 2048, 3000)  # of the distances that are told apart
+EDGES = (4, 32, 96, 256, 512, 1024, 2048, 3000)  # of the classes of distance
 NOT_ASKED = -1
 WARMUP, CLIP, WEIGHT_DECAY = 0.05, 1.0, 0.01
 TEST_TEXTS = 64

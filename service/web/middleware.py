@@ -324,7 +324,7 @@ class WatchedRequest:
 
 
 def refusal_of_connection(refused: ErrorAnswer) -> Response:
-    """Of what is no request, and so never comes here: with an id, a line in the log and the headers of all answers."""
+    """The answer to bytes that are no request: with an id, a line in the log and the headers of all answers."""
     response, request_id = refused.response(), new_request_id()
     add_headers(response.raw_headers, request_id)
     _log({"request_id": request_id, "status": refused.status, "code": refused.code or refused.type})

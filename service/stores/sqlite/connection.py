@@ -43,14 +43,15 @@ class _Call:
     result: Any = None
     error: Exception | None = None
 
-    def end(self) -> None:
-        """On the loop. A caller that was cancelled hears nothing."""
-        if self.done.done():
-            return
-        if self.error is None:
-            self.done.set_result(self.result)
-        else:
-            self.done.set_exception(self.error)
+
+def settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """On the loop. A caller that was cancelled hears nothing."""
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
 
 
 class ConnectionThread:
@@ -124,7 +125,7 @@ class ConnectionThread:
 
 def _end_calls(calls: Iterable[_Call]) -> None:
     for call in calls:
-        call.end()
+        settle(call.done, call.result, call.error)
 
 
 def file_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:

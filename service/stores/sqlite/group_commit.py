@@ -22,6 +22,7 @@ from service.stores.sqlite.connection import (
     Result,
     Work,
     not_waiting,
+    settle,
     shared_transaction,
 )
 from service.stores.sqlite.schema import is_busy
@@ -42,15 +43,6 @@ class _Write:
     is_synced: bool
     alone: Alone
     done: asyncio.Future[Any]
-
-    def end(self, outcome: _Outcome) -> None:
-        """On the loop. A caller that was cancelled hears nothing."""
-        if self.done.done():
-            return
-        if outcome.error is None:
-            self.done.set_result(outcome.result)
-        else:
-            self.done.set_exception(outcome.error)
 
 
 class GroupCommit:
@@ -156,4 +148,4 @@ def _outcome(work: Callable[[], Any], *, raised: type[Exception]) -> _Outcome:
 
 def _set_outcomes(writes: Sequence[_Write], outcomes: Sequence[_Outcome]) -> None:
     for write, outcome in zip(writes, outcomes, strict=True):
-        write.end(outcome)
+        settle(write.done, outcome.result, outcome.error)
