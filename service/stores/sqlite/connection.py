@@ -44,7 +44,7 @@ class _Call:
     error: Exception | None = None
 
 
-def settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def end_future(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     """On the loop. A caller that was cancelled hears nothing."""
     if done.done():
         return
@@ -125,7 +125,7 @@ class ConnectionThread:
 
 def _end_calls(calls: Iterable[_Call]) -> None:
     for call in calls:
-        settle(call.done, call.result, call.error)
+        end_future(call.done, call.result, call.error)
 
 
 def file_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:

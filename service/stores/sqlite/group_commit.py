@@ -21,8 +21,8 @@ from service.stores.sqlite.connection import (
     LockTaken,
     Result,
     Work,
+    end_future,
     not_waiting,
-    settle,
     shared_transaction,
 )
 from service.stores.sqlite.schema import is_busy
@@ -148,4 +148,4 @@ def _outcome(work: Callable[[], Any], *, raised: type[Exception]) -> _Outcome:
 
 def _set_outcomes(writes: Sequence[_Write], outcomes: Sequence[_Outcome]) -> None:
     for write, outcome in zip(writes, outcomes, strict=True):
-        settle(write.done, outcome.result, outcome.error)
+        end_future(write.done, outcome.result, outcome.error)
