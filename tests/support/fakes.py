@@ -29,7 +29,7 @@ from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import TensorLayout
 from nsm_core.state.report import Detail, StateReport
-from nsm_core.stats import EngineStats
+from nsm_core.stats import EnergyUse, EngineStats
 from nsm_core.tokenizer import BpeTokenizer, IncrementalDecoder, Tokenizer
 
 DEFAULT_SCRIPT = "It was the best of times, it was the worst of times."
@@ -81,7 +81,7 @@ class FakeBackend:
     `hold=True`: every token waits for a permit, given by `release`; `held` is set while a request waits for one.
     `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it; `is_full`: there
     is no room. Seeds change nothing. `replays_exactly`: what its model says of itself; it is true in any case.
-    `holds_states`: whether it wants end states to stay in `states`.
+    `holds_states`: whether it wants end states to stay in `states`. `energy`: what each request is said to take.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class FakeBackend:
         error: NsmError | None = None,
         replays_exactly: bool = False,
         holds_states: bool = False,
+        energy: tuple[EnergyUse, ...] = (),
     ) -> None:
         self.holds_states, self.states = holds_states, HeldBytes()
         self.tokenizer = tokenizer or tiny_tokenizer()
@@ -114,6 +115,7 @@ class FakeBackend:
         self.max_requests = 272
         self.fail_after = fail_after
         self.error = error or NsmError("the fake was told to fail")
+        self.energy = energy
         self.refusal: NsmError | None = None
         self.is_full = False
         self.ready = True
@@ -313,6 +315,7 @@ class FakeGeneration:
             completion_tokens=len(sampled),
             end_state=self._end_state(tuple(sampled[: len(sampled) - num_dropped]), reason) if has_state else None,
             error=self._backend.error if reason is FinishReason.ERROR else None,
+            energy=self._backend.energy,
         )
 
     def _end_state(self, visible_ids: tuple[int, ...], reason: FinishReason) -> EndState:

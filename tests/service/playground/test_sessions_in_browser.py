@@ -12,6 +12,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.energy.estimate import EstimateMeter
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import InvalidRequest, Overloaded
+from nsm_core.stats import EnergyUse
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from tests.nsm_lab.evaluation.models import random_model, small_config
@@ -93,14 +94,16 @@ async def test_a_turn_shows_probabilities_routing_states_energy_and_times(
         assert await tab.violations() == []
 
 
-async def test_joules_are_those_of_the_turns_shown(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
-    async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
+async def test_joules_are_those_of_the_turns_shown(browser: Browser) -> None:
+    backend = FakeBackend(energy=(EnergyUse(source="cpu", method="estimate", joules=0.5),))
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
         for number in (1, 2):
             await tab.send("It was", max_tokens="5")
             await tab.turns_end(number)
         head = tab.pane().locator(".pane-head")
         await expect(head).to_contain_text("J for the turns shown")
-        await tab.send("More", max_tokens="1025")
+        backend.hold_on()
+        await tab.send("More", max_tokens="5")
         await tab.page.get_by_role("button", name="Stop").click()
         await tab.pane().locator(".turn[data-status=stopped]").wait_for()
         await expect(head).to_contain_text("J for 2 of the 3 turns shown")
@@ -170,8 +173,7 @@ async def test_a_turn_too_long_for_routing_goes_without_and_says_so(
         await tab.send("Hello", max_tokens="1025")
         routing = tab.pane().locator("[aria-label=Routing]")
         await expect(routing).to_contain_text("it was too long")
-        await tab.page.get_by_role("button", name="Stop").click()  # 1,025 tokens take long on a busy machine
-        await tab.pane().locator(".turn[data-status=stopped]").wait_for()
+        await tab.turns_end(1)
         await expect(tab.page.locator("#left-notice")).to_be_hidden()
         await expect(tab.page.locator("#left-routing")).to_be_checked()
         await tab.send("And then", max_tokens="5")
