@@ -12,6 +12,7 @@ import pytest
 from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
 from nsm_core.state.snapshot import Snapshot
 from service.stores.records.factory import records_beside
+from service.stores.records.redis import RedisRecordStore
 from service.stores.redis import client as redis_client
 from service.stores.redis.client import Attempt
 from service.stores.redis.keys import Keyspace, SessionKeys
@@ -178,6 +179,15 @@ async def test_a_restarted_server_is_taught_the_scripts_again(store: RedisSessio
     with redis_single.servers[0].client() as client:
         client.script_flush()
     assert (await commit(store, head)).version == 1
+
+
+async def test_D7_a_holder_whose_answer_was_lost_is_counted_once_whoever_counted_meanwhile(
+    store: RedisSessionStore,
+) -> None:
+    records = RedisRecordStore(store)
+    calls = [records._counting("a", "s1", 1) for _ in range(32)]
+    counted = [await records._together(call) for call in (*calls, *calls)]
+    assert counted == [[number] for number in range(1, 33)] + [[32]] * 32
 
 
 async def test_a_refused_commit_leaves_no_snapshot_behind(
