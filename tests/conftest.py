@@ -27,6 +27,7 @@ from tests.support.counts import enable_soak, is_soak
 from tests.support.interpreter import patch_language_once_per_launch
 from tests.support.order import longest_first
 from tests.support.samples import sample_texts
+from tests.support.slow_steps import name_file
 from tests.support.tiers import Tier, Tiers
 
 if not torch.cuda.is_available():
@@ -59,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--soak"):
         enable_soak()
     hypothesis.settings.load_profile("soak" if is_soak() else "reduced")
+    name_file()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

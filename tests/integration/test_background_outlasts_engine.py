@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 
 WAIT_S = 240.0
 BODY: dict[str, Any] = {"input": "Hello", "max_output_tokens": 900, "ignore_eos": True, "background": True, "seed": 7}
@@ -55,12 +56,13 @@ async def test_P3_responses_in_the_background_go_on_when_their_engine_was_killed
     settings = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "DEVICE": "cpu", "WORKERS": 1}
     async with running(settings, tmp_path / "data") as server:
         whole = await end_of(server, await begin(server))
-        ids = [await begin(server, max_output_tokens=20_000), await begin(server)]
-        for response_id in ids:
-            await until_first_text(server, response_id)
-        engine_of(server).kill()
-        cancelled, killed = ids
-        await server.client.post(f"/v1/responses/{cancelled}/cancel")
+        with slow_steps():
+            ids = [await begin(server, max_output_tokens=20_000), await begin(server)]
+            for response_id in ids:
+                await until_first_text(server, response_id)
+            engine_of(server).kill()
+            cancelled, killed = ids
+            await server.client.post(f"/v1/responses/{cancelled}/cancel")
         ended = await end_of(server, killed)
         assert (ended["error"], ended["usage"]["output_tokens"]) == (None, 900)
         assert (ended["status"], text_of(ended)) == (whole["status"], text_of(whole))

@@ -12,14 +12,23 @@ from tests.support.batches import input_of, lines_of
 from tests.support.counts import scaled
 from tests.support.redis_servers import Topology, own_prefix
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 
 NUM_LINES = 10
 NUM_KILLS = scaled(2, 8)
 # Batches take half of the slots, so lines run one at a time: their texts must be those of lone requests, and the eager
 # executor's sums depend on how many rows run together.
 MAX_SLOTS = 2
+NUM_TOKENS = 100
+NUM_STEPS = NUM_TOKENS + 20  # more than of one line, less than of two
 BODIES = [
-    {"prompt": f"It was number {number},", "max_tokens": 100, "ignore_eos": True, "seed": number, "temperature": 1.0}
+    {
+        "prompt": f"It was number {number},",
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "seed": number,
+        "temperature": 1.0,
+    }
     for number in range(NUM_LINES)
 ]
 
@@ -59,13 +68,14 @@ async def check_kills(store: dict[str, object], model: Path, data_dir: Path) -> 
     batch_id, num_completed, num_kills = "", 0, 0
     for number in range(NUM_KILLS):
         async with running(settings, data_dir) as server:
-            batch_id = batch_id or await begin(server)
-            batch = await wait_for(server, batch_id, num_completed=num_completed + 1)
-            assert batch["request_counts"]["completed"] >= num_completed or batch["status"] == "completed"
-            num_completed = batch["request_counts"]["completed"]
-            num_kills += batch["status"] != "completed"
-            server.process.kill()
-            assert await server.process.wait() == -9
+            with slow_steps(after=NUM_STEPS):
+                batch_id = batch_id or await begin(server)
+                batch = await wait_for(server, batch_id, num_completed=num_completed + 1)
+                assert batch["request_counts"]["completed"] >= num_completed or batch["status"] == "completed"
+                num_completed = batch["request_counts"]["completed"]
+                num_kills += batch["status"] != "completed"
+                server.process.kill()
+                assert await server.process.wait() == -9
         if number == 0:
             assert num_kills == 1  # it was not done before the first kill
     async with running(settings, data_dir) as server:

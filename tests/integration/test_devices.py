@@ -21,6 +21,7 @@ from service.settings import Settings
 from tests.integration.test_workers import BODY, Stream, is_ready, settings_of
 from tests.nsm_core.engine.harness import make_request
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 from tests.support.triton_servers import eventually
 
 WAIT_S = 120.0
@@ -43,9 +44,10 @@ async def test_an_engine_that_is_killed_leaves_the_streams_of_the_other_and_is_r
     async with running({**settings_of(tiny_model_dir), "DEVICE": "cpu,cpu", "WORKERS": 0}, tmp_path / "data") as server:
         before = processes(server)
         assert set(before) == {"engine 1", "engine 2", "worker 1"}
-        streams = [Stream(server, max_tokens=1_000) for _ in range(2)]
-        await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
-        before["engine 1"].kill()
+        with slow_steps():
+            streams = [Stream(server, max_tokens=300) for _ in range(2)]
+            await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+            before["engine 1"].kill()
         assert all(await asyncio.gather(*(stream.task for stream in streams)))
         ends = sorted('"code":"engine_dead"' in stream.text for stream in streams)
         assert ends == [False, True]

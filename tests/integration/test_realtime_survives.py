@@ -12,6 +12,7 @@ import websockets
 
 from tests.support.backends import PROCESSES
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 
 ITEM = {"type": "message", "role": "user", "id": "item_1", "content": [{"type": "input_text", "text": "Who is there?"}]}
 CREATE = {"type": "response.create", "event_id": "answer_1", "response": {"max_output_tokens": 400, "seed": 7}}
@@ -48,10 +49,12 @@ async def test_kill_9_in_an_answer_and_the_client_connects_again(
     settings: dict[str, object] = {"MODEL": model, "NUM_THREADS": 1, **PROCESSES.get(kind, {})}
     async with running(settings, tmp_path) as victim:
         _, undisturbed, _ = await converse(victim, None)
-        session_id, before, first_id = await converse(victim, None, kill_after=5)
+        with slow_steps():
+            session_id, before, first_id = await converse(victim, None, kill_after=5)
         await victim.process.wait()
     assert before
     assert undisturbed.startswith(before)
+    assert undisturbed != before
     async with running(settings, tmp_path) as server:
         _, text, again_id = await converse(server, session_id)
         assert (text, again_id) == (undisturbed, first_id)

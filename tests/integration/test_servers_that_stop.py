@@ -19,8 +19,9 @@ from tests.integration.test_streams_survive import Reader, log_of
 from tests.support.backends import PROCESSES
 from tests.support.redis_servers import Topology
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 
-GRACE_S = 0.01  # no turn of these tests is done by then
+GRACE_S = 0.01  # no turn of these tests is done by then: steps are slow
 RESPONSE = {"input": "It was the best of times,", "stream": True, "max_output_tokens": 300, "temperature": 0}
 
 
@@ -82,12 +83,13 @@ async def stop_in_mid_turn(
     server: Server, turn: Reader, response: ResponseReader, sig: signal.Signals = signal.SIGTERM
 ) -> None:
     await server.create(turn.session_id)
-    async with asyncio.TaskGroup() as reading:
-        reading.create_task(turn.start(server))
-        reading.create_task(response.start(server))
-        await turn.wait_for(3)
-        await response.has_begun.wait()
-        server.process.send_signal(sig)
+    with slow_steps():
+        async with asyncio.TaskGroup() as reading:
+            reading.create_task(turn.start(server))
+            reading.create_task(response.start(server))
+            await turn.wait_for(3)
+            await response.has_begun.wait()
+            server.process.send_signal(sig)
     assert turn.must_reconnect
     assert response.must_reconnect
     assert await server.process.wait() == (0 if sig == signal.SIGTERM else -sig)

@@ -18,6 +18,7 @@ from tests.support.counts import scaled
 from tests.support.redis_servers import Topology
 from tests.support.schemas import ANSWER, check_json
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 
 pytestmark = pytest.mark.redis
 LEASE_S = 1.0
@@ -118,6 +119,19 @@ async def unbroken(server: Server, body: dict[str, Any] = BODY) -> Reader:
     return reader
 
 
+async def kill_after(victim: Server, reader: Reader, *, num_frames: int, pause_s: float = 0.0) -> None:
+    """kill -9 once the client has so many frames of its turn, and not all."""
+    await victim.create(reader.session_id)
+    starting = asyncio.create_task(reader.start(victim))
+    await reader.wait_for(num_frames)
+    await asyncio.sleep(pause_s)
+    victim.kill()
+    with contextlib.suppress(*LOST):
+        await starting
+    await victim.process.wait()
+    assert not reader.is_done
+
+
 async def log_of(server: Server, session_id: str) -> dict[str, Any]:
     return dict((await server.client.get(f"/v1/sessions/{session_id}")).json())
 
@@ -130,16 +144,10 @@ async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
     for number in range(scaled(1, 100)):
         reader = Reader(f"killed{number}")
         async with running(server_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
-            await victim.create(reader.session_id)
-            starting = asyncio.create_task(reader.start(victim))
-            await reader.wait_for(rng.randrange(0, 200))
-            await asyncio.sleep(rng.uniform(0.0, 0.05))
-            victim.kill()
-            with contextlib.suppress(*LOST):
-                await starting
-            await victim.process.wait()
-        if not reader.is_done:
-            await reader.read_on(server)
+            num_frames = rng.randrange(0, 150)  # as many tokens, or more, if a frame has several
+            with slow_steps(after=num_frames):
+                await kill_after(victim, reader, num_frames=num_frames, pause_s=rng.uniform(0.0, 0.05))
+        await reader.read_on(server)
         assert reader.is_done
         assert (reader.text, reader.usage) == (expected.text, expected.usage)
         head = await log_of(server, reader.session_id)
@@ -157,8 +165,9 @@ async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothi
         for number in range(scaled(1, 20)):
             reader = Reader(f"slept{number}")
             await sleeper.create(reader.session_id)
-            await reader.start(sleeper, frames=10)
-            sleeper.suspend()
+            with slow_steps():
+                await reader.start(sleeper, frames=10)
+                sleeper.suspend()
             try:
                 await reader.read_on(server)
             finally:
@@ -181,13 +190,8 @@ async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
     reader = Reader("s")
     async with running(server_settings, tmp_path) as victim:
         expected = await unbroken(victim)
-        await victim.create("s")
-        starting = asyncio.create_task(reader.start(victim))
-        await reader.wait_for(20)
-        victim.kill()
-        with contextlib.suppress(*LOST):
-            await starting
-        await victim.process.wait()
+        with slow_steps(after=20):
+            await kill_after(victim, reader, num_frames=20)
     async with running(server_settings, tmp_path) as server:
         await reader.read_on(server)
         assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
@@ -199,19 +203,8 @@ async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
 
 JSON_BODY = {name: value for name, value in BODY.items() if name != "ignore_eos"}
 JSON_BODY |= {"guided_json": SHELF, "max_tokens": 2000}
+JSON_BODY["stream_options"] = {"include_usage": True, "event_per_token": True}
 NUM_JSON_KILLS = scaled(1, 100)  # of each of the two tests
-
-
-async def killed_in_mid_object(victim: Server, reader: Reader, *, num_frames: int) -> None:
-    """kill -9 once the client has so many frames of the answer."""
-    await victim.create(reader.session_id)
-    starting = asyncio.create_task(reader.start(victim))
-    await reader.wait_for(num_frames)
-    victim.kill()
-    with contextlib.suppress(*LOST):
-        await starting
-    await victim.process.wait()
-    assert not reader.is_done
 
 
 async def reads_on_to(server: Server, reader: Reader, expected: Reader) -> None:
@@ -234,7 +227,9 @@ async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_sc
     for number in range(NUM_JSON_KILLS):
         reader = Reader(f"killed{number}", JSON_BODY)
         async with running(worker_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
-            await killed_in_mid_object(victim, reader, num_frames=rng.randrange(1, len(expected.frames) - 20))
+            num_frames = rng.randrange(1, len(expected.frames) - 20)
+            with slow_steps(after=num_frames):
+                await kill_after(victim, reader, num_frames=num_frames)
         await reads_on_to(server, reader, expected)
 
 
@@ -251,4 +246,6 @@ async def test_kill_9_in_a_json_object_and_the_next_server_on_the_file_goes_on_w
                 await reads_on_to(server, reader, expected)
             if number < NUM_JSON_KILLS:
                 reader = Reader(f"killed{number}", JSON_BODY)
-                await killed_in_mid_object(server, reader, num_frames=rng.randrange(1, len(expected.frames) - 20))
+                num_frames = rng.randrange(1, len(expected.frames) - 20)
+                with slow_steps(after=num_frames):
+                    await kill_after(server, reader, num_frames=num_frames)

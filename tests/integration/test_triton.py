@@ -30,7 +30,7 @@ from nsm_core.wire.errors import StateMissing
 from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.engine.harness import run_one
 from tests.support.event_decoder import EventDecoder
-from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually
+from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually, running_triton
 
 pytestmark = pytest.mark.triton
 
@@ -162,28 +162,33 @@ async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTrit
         await eventually(is_published)
 
 
-async def test_X22_refusals_are_errors_in_the_servers_metrics(client: TritonClient, triton: RunningTriton) -> None:
-    """Of Triton's own page, so with its real metrics: labels and counters of every kind that is published."""
-    async with httpx.AsyncClient(timeout=60.0) as http:
+async def test_X22_refusals_are_errors_in_the_servers_metrics(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Of Triton's own page, so with its real metrics: labels and counters of every kind that is published. The server
+    is this test's own: of another the page may not have the calls of earlier tests yet.
+    """
+    with running_triton(tmp_path, tiny_model_dir) as server:
+        async with TritonClient(server) as client, httpx.AsyncClient(timeout=60.0) as http:
+            await check_figures(client, http, server)
 
-        async def figures() -> dict[str, float]:
-            page = (await http.get(f"http://127.0.0.1:{triton.server.metrics_port}/metrics")).text
-            lines = re.findall(r"^(nsm_worker_\w+)\{(.*)\} (\S+)$", page, re.MULTILINE)
-            labels_of = re.compile(r'(?:le|outcome)="[^"]*"')
-            return {" ".join((name, *labels_of.findall(labels))): float(value) for name, labels, value in lines}
 
-        before = await figures()
-        await client.call(stream_call(sampling=sampling(5)))
-        with pytest.raises(InvalidRequest):
-            await client.call(stream_call(prompt_ids=(10**6,), sampling=sampling(1)))
+async def check_figures(client: TritonClient, http: httpx.AsyncClient, server: RunningTriton) -> None:
+    async def figures() -> dict[str, float]:
+        page = (await http.get(f"http://127.0.0.1:{server.server.metrics_port}/metrics")).text
+        lines = re.findall(r"^(nsm_worker_\w+)\{(.*)\} (\S+)$", page, re.MULTILINE)
+        labels_of = re.compile(r'(?:le|outcome)="[^"]*"')
+        return {" ".join((name, *labels_of.findall(labels))): float(value) for name, labels, value in lines}
 
-        async def is_published() -> bool:
-            now = await figures()
-            names = ('nsm_worker_calls_total outcome="length"', 'nsm_worker_calls_total outcome="invalid_request"')
-            names += ('nsm_worker_time_to_first_token_seconds_bucket le="+Inf"', "nsm_worker_call_seconds_count")
-            return [now.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
+    await client.call(stream_call(sampling=sampling(5)))
+    with pytest.raises(InvalidRequest):
+        await client.call(stream_call(prompt_ids=(10**6,), sampling=sampling(1)))
 
-        await eventually(is_published)
+    async def is_published() -> bool:
+        now = await figures()
+        names = ('nsm_worker_calls_total outcome="length"', 'nsm_worker_calls_total outcome="invalid_request"')
+        names += ('nsm_worker_time_to_first_token_seconds_bucket le="+Inf"', "nsm_worker_call_seconds_count")
+        return [now.get(name, 0) for name in names] == [1, 1, 1, 1]
+
+    await eventually(is_published)
 
 
 async def test_T4_cancel_is_seen(client: TritonClient) -> None:

@@ -19,6 +19,7 @@ from nsm_core.triton.supervisor import EXIT_KILLED
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
 from tests.support.counts import scaled
+from tests.support.slow_steps import slow_steps
 from tests.support.triton_servers import MAX_SLOTS, RunningTriton, TritonClient, eventually, running_triton, wait_until
 
 pytestmark = pytest.mark.triton
@@ -60,7 +61,7 @@ async def test_T2_a_killed_worker_takes_its_server_with_it(server: RunningTriton
         await eventually(lambda: is_running(client, 4))
         assert server.shared_memory()
         os.kill(server.stub_pid, signal.SIGKILL)
-        ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=30)
+        ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=60)
         assert [type(error) for error in ended] == [grpc.aio.AioRpcError] * 4
     assert server.process.wait(60) == EXIT_KILLED
     assert server.shared_memory() == {}
@@ -85,24 +86,25 @@ async def test_T1_T2_T7_a_server_without_its_supervisor_and_its_successor(server
                 assert (await http.get(path)).status_code == 200
             assert not stream.done()
         else:
-            await asyncio.to_thread(wait_until, lambda: not is_alive(server_pid), "the server's abort", seconds=20)
+            await asyncio.to_thread(wait_until, lambda: not is_alive(server_pid), "the server's abort")
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
 
     server.kill()
-    wait_until(lambda: not is_alive(server_pid), "the end of the server", seconds=5)
+    wait_until(lambda: not is_alive(server_pid), "the end of the server")
     left = set(server.shared_memory())
     assert left
     server.start()
     assert not left & set(server.shared_memory())
 
     async with TritonClient(server) as client:
-        streams = [asyncio.create_task(client.call(call(tokens))) for tokens in (60, ENDLESS)]
-        await eventually(lambda: is_running(client, 2))
-        server.process.send_signal(signal.SIGTERM)
+        with slow_steps():
+            streams = [asyncio.create_task(client.call(call(tokens))) for tokens in (60, ENDLESS)]
+            await eventually(lambda: is_running(client, 2))
+            server.process.send_signal(signal.SIGTERM)
         ends = [(await stream).finished for stream in streams]
     assert [end.reason for end in ends] == [FinishReason.LENGTH, FinishReason.ABORT]
-    assert await asyncio.to_thread(server.process.wait, 30) == 0
+    assert await asyncio.to_thread(server.process.wait, 60) == 0
     assert server.shared_memory() == {}
 
 

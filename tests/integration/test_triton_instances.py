@@ -26,14 +26,21 @@ NUM_INSTANCES = 2
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
+def servers(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
     directory = tmp_path_factory.mktemp("instances")
     with running_triton(directory, tiny_model_dir, instances=InstanceGroup(NUM_INSTANCES)) as server:
         yield server
 
 
+@pytest.fixture
+def server(servers: RunningTriton) -> RunningTriton:
+    """It runs: tests stop it."""
+    if not servers.is_running:
+        servers.start()
+    return servers
+
+
 async def test_T5_sessions_stay_with_their_instance_and_a_stop_breaks_no_stream(server: RunningTriton) -> None:
-    """Last, the server is stopped."""
     backend = TritonBackend([server.grpc_url], wait_s=120)
     await backend.start()
     try:
@@ -82,11 +89,7 @@ async def test_T5_sessions_stay_with_their_instance_and_a_stop_breaks_no_stream(
     assert await asyncio.to_thread(server.process.wait, 60) == 0
 
 
-async def test_an_instance_that_is_not_there_is_refused_by_name(
-    tmp_path: Path, tiny_model_dir: Path, server: RunningTriton
-) -> None:
-    if not server.is_running:
-        server.start()
+async def test_an_instance_that_is_not_there_is_refused_by_name(server: RunningTriton) -> None:
     channel = TritonChannel(server.grpc_url)
     for _ in range(2 * NUM_INSTANCES):
         with pytest.raises(CallFailed) as caught:
@@ -96,12 +99,8 @@ async def test_an_instance_that_is_not_there_is_refused_by_name(
     await channel.close()
 
 
-async def test_a_server_that_answered_many_calls_lets_its_model_go(
-    tmp_path: Path, tiny_model_dir: Path, server: RunningTriton
-) -> None:
+async def test_a_server_that_answered_many_calls_lets_its_model_go(server: RunningTriton) -> None:
     """Triton 2.51 keeps calls that are cancelled while it sends their last answers; about one in a hundred did."""
-    if not server.is_running:
-        server.start()
     channel = TritonChannel(server.grpc_url)
 
     async def ask() -> None:

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from tests.support.gateway import frames_of
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 from tests.support.triton_servers import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,8 +26,15 @@ BODY = {"prompt": "Once", "seed": 1, "ignore_eos": True}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    """For tests after which all its processes run; counts of those that were killed are gone."""
+    """For tests that kill none of its processes: the counts of a killed one are gone."""
     async with running(settings_of(tiny_model_dir), tmp_path_factory.mktemp("workers")) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def victim(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """For tests that kill its processes, after which all run again."""
+    async with running(settings_of(tiny_model_dir), tmp_path_factory.mktemp("victim")) as started:
         yield started
 
 
@@ -135,9 +143,12 @@ async def test_one_scrape_tells_of_all_processes(server: Server) -> None:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     async def are_all_reported() -> bool:  # tokens by the engine, twice a second; gaps once, of other workers
-        num_tokens = await number(tokens)
+        num_tokens, num_ended = await number(tokens), await number(ended)
         has_new = num_tokens - before[tokens] >= 18  # more, if reports of the tests before were still to come
-        return has_new and num_tokens == await number(gaps) + await number(ended)
+        return has_new and num_ended - before[ended] == 6 and num_tokens == await number(gaps) + num_ended
+
+    async def are_slots_known() -> bool:  # within a second of the worker's start
+        return await number("nsm_max_slots ") == 16
 
     async def ask() -> None:
         async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
@@ -146,33 +157,33 @@ async def test_one_scrape_tells_of_all_processes(server: Server) -> None:
     before = {name: await number(name) for name in (ended, tokens)}
     for _ in range(6):
         await ask()
-    assert await number(ended) - before[ended] == 6
-    assert await number("nsm_max_slots ") == 16
     await eventually(are_all_reported, seconds=WAIT_S)
+    await eventually(are_slots_known, seconds=WAIT_S)
 
 
-async def test_a_worker_that_is_killed_takes_its_own_streams_and_is_replaced(server: Server) -> None:
-    found = await streams_on_both(server, max_tokens=1500)
-    lost, other = sorted(found, key=lambda pid: len(found[pid]))
-    os.kill(lost, signal.SIGKILL)
+async def test_a_worker_that_is_killed_takes_its_own_streams_and_is_replaced(victim: Server) -> None:
+    with slow_steps():
+        found = await streams_on_both(victim, max_tokens=300)
+        lost, other = sorted(found, key=lambda pid: len(found[pid]))
+        os.kill(lost, signal.SIGKILL)
     assert not any(await asyncio.gather(*(stream.task for stream in found[lost])))
     assert all(await asyncio.gather(*(stream.task for stream in found[other])))
     assert '"finish_reason":"length"' in found[other][0].text
-    await eventually(lambda: has_all(server), seconds=WAIT_S)
-    await is_ready(server)
+    await eventually(lambda: has_all(victim), seconds=WAIT_S)
+    await is_ready(victim)
 
 
-async def test_an_engine_that_is_killed_ends_its_requests_and_is_replaced(server: Server) -> None:
-    engine = children(server)[0]
-    stream = Stream(server, max_tokens=20_000)
+async def test_an_engine_that_is_killed_ends_its_requests_and_is_replaced(victim: Server) -> None:
+    engine = children(victim)[0]
+    stream = Stream(victim, max_tokens=20_000)
     await stream.has_begun.wait()
     engine.kill()
     assert await stream.task
     assert '"code":"engine_dead"' in stream.text
-    await is_ready(server)
-    answer = await server.client.post("/v1/completions", json={**BODY, "max_tokens": 4})
+    await is_ready(victim)
+    answer = await victim.client.post("/v1/completions", json={**BODY, "max_tokens": 4})
     assert answer.json()["usage"]["completion_tokens"] == 4
-    await eventually(lambda: has_all(server), seconds=WAIT_S)
+    await eventually(lambda: has_all(victim), seconds=WAIT_S)
 
 
 async def test_a_stop_lets_streams_finish_and_leaves_no_process(tiny_model_dir: Path, tmp_path: Path) -> None:

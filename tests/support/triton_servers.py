@@ -36,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
 MODEL = "nsm"
 MAX_SLOTS, QUEUE_LIMIT = 8, 40
+SLOWED = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from tests.support.slow_steps import slow_down
+slow_down()
+"""
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
 
 
@@ -54,6 +60,8 @@ class RunningTriton:
         self.log = directory / "triton.log"
         self._process: subprocess.Popen[bytes] | None = None
         write_repository(self.server.repository, parameters, instances=instances or InstanceGroup())
+        with (self.server.repository / MODEL / "1" / "model.py").open("a") as model:
+            model.write(SLOWED)
 
     @property
     def grpc_url(self) -> str:
