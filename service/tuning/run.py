@@ -37,6 +37,7 @@ from service.work.run import WorkRun
 
 logger = logging.getLogger("nsm.tuning")
 
+COMMAND = (sys.executable, "-m", "service.tuning.process")
 STATE_JOB = "fine_tuning_job"  # in the metadata of a state: which job made it
 MAX_LINE_BYTES = 2**20
 
@@ -108,12 +109,7 @@ class JobRun(WorkRun[Job]):
             return
         order = json.dumps(dataclasses.asdict(await self._order())).encode() + b"\n"
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "service.tuning.process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
+            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the process has no pipes")

@@ -12,6 +12,7 @@ import pytest
 from service.transfer.session_file import read_file
 from tests.support.redis_servers import Topology, own_prefix, wait_until
 from tests.support.server_processes import Server, running
+from tests.support.slow_steps import slow_steps
 from tests.support.tuning import pairs
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -58,13 +59,14 @@ async def check_kill(store: dict[str, object], model: Path, data_dir: Path) -> N
         whole = await finished(server, await begin(server))
         assert whole["status"] == "succeeded", whole
         expected = await numbers_of(server, "yes@1")
-        job_id = await begin(server)
-        await wait_for_step(server, job_id, 6)
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        assert children
-        server.process.kill()
-        assert await server.process.wait() == -9
-        _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=30)
+        with slow_steps(after=6):
+            job_id = await begin(server)
+            await wait_for_step(server, job_id, 6)
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            assert children
+            server.process.kill()
+            assert await server.process.wait() == -9
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
         assert not alive  # a job's process ends with its server
     async with running(settings, data_dir) as server:
         job = await finished(server, job_id)
@@ -87,9 +89,10 @@ async def test_paused_job_stays_so_over_a_kill_and_is_resumed_from_its_checkpoin
     async with running(settings, tmp_path) as server:
         assert (await finished(server, await begin(server)))["status"] == "succeeded"
         expected = await numbers_of(server, "yes@1")
-        job_id = await begin(server)
-        await wait_for_step(server, job_id, 6)
-        paused = (await server.client.post(f"{JOBS}/{job_id}/pause")).json()
+        with slow_steps(after=6):
+            job_id = await begin(server)
+            await wait_for_step(server, job_id, 6)
+            paused = (await server.client.post(f"{JOBS}/{job_id}/pause")).json()
         assert paused["status"] == "paused", paused
         server.process.kill()
         assert await server.process.wait() == -9

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from nsm_core.engine.engine import Engine, Events
 from nsm_core.state.quantize import FORMATS, StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ from tests.support.stored_rows import put_snapshot
 KEY = SessionKey("default", "s1")
 PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}
 DTYPES = [form.value for form in StateFormat]
+NUM_STEPS = 60  # half of a turn that is lost
 LONG = list(range(1, 301))  # a turn that is worth an older snapshot
 OpenStore = Callable[[], SessionStore]
 
@@ -171,18 +174,44 @@ async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored
         assert all(not found.divergences for found in await verified_by(servers["fp32"]))
 
 
-async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(tiny_tokenizer: Tokenizer) -> None:
-    store, body = SqliteSessionStore(None), {"input": [9], "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
+@pytest.fixture
+def may_go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is clear, engines make NUM_STEPS steps and no more."""
+    opened, step, num_steps = threading.Event(), Engine.step, 0
+
+    def step_when_allowed(engine: Engine) -> Events:
+        nonlocal num_steps
+        if engine.has_work and not opened.is_set():
+            num_steps += 1
+            if num_steps > NUM_STEPS:
+                opened.wait()
+        return step(engine)
+
+    opened.set()
+    monkeypatch.setattr(Engine, "step", step_when_allowed)
+    yield opened
+    opened.set()
+
+
+async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(
+    tiny_tokenizer: Tokenizer, may_go_on: threading.Event
+) -> None:
+    store, body = (
+        SqliteSessionStore(None),
+        {"input": [9], "max_tokens": 2 * NUM_STEPS, "temperature": 1.0, "ignore_eos": True},
+    )
     async with replica(tiny_tokenizer, store, "int8") as lost, replica(tiny_tokenizer, store, "fp32") as other:
         await create(lost)
         await say(lost, [5, 6], seed=3)
         ok(await lost.client.post("/v1/sessions/s1/fork", json={"id": "s2"}))
         unbroken = ok(await lost.client.post("/v1/sessions/s2/generate", json=body))
         turn = {"json": body, "headers": {"Idempotency-Key": "k"}}
+        may_go_on.clear()
         running = asyncio.create_task(lost.client.post("/v1/sessions/s1/generate", **turn))
         await written(store, "key:k")
         for task in tuple(lost.services.turns._tasks):
             task.cancel()
+        may_go_on.set()
         await running
         answer = await other.client.post("/v1/sessions/s1/generate", **turn)
         assert answer.headers["idempotent-replayed"] == "true"

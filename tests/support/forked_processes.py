@@ -128,11 +128,10 @@ async def _is_readable(descriptor: int) -> None:
 
 def main() -> None:
     """Returns in each child, as a server that has ended, and in the process itself when its socket is closed."""
-    from service import workers
     from service.server import run
     from service.settings import load_settings
     from service.telemetry.logs import configure_logging
-    from tests.support import slow_steps
+    from tests.support.slow_steps import slow_all
 
     asked = socket.socket(fileno=int(sys.argv[1]))
     import_server()
@@ -141,8 +140,7 @@ def main() -> None:
     if stderr is not None:
         os.dup2(stderr, 2)
         os.close(stderr)
-        slow_steps.slow_down()
-        workers.COMMAND = slow_steps.COMMAND
+        slow_all()
         settings = load_settings()
         configure_logging(settings.log_level, settings.log_format)
         run(settings)

@@ -1,7 +1,7 @@
-"""Engines of server processes that take their time while a test says so.
+"""Engines and trainings of server processes that take their time while a test says so.
 
 A test that acts in the middle of a turn would lose a race on a machine that has run the whole turn by then.
-Run as a module it is a child of `service.workers` whose engine can be slowed.
+Run as a module it is a child of a server, whose module its first argument names, that can be slowed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 VARIABLE = "SLOW_STEPS"  # the file that is there while engines are slow; it has the number of steps before
 PAUSE_S = 0.05  # a turn of 300 tokens takes 15 s
-WORKER = "service.worker_process"
-COMMAND = (sys.executable, "-m", __name__, WORKER)  # instead of service.workers.COMMAND
+REPORT_PAUSE_S = 1.0  # of a training, which reports every few steps
+WORKER, TRAINING = "service.worker_process", "service.tuning.process"
 
 
 def name_file() -> None:
@@ -40,31 +40,48 @@ def slow_steps(*, after: int = 0) -> Iterator[None]:
         file.unlink()
 
 
+def slow_all() -> None:
+    """In a server's process and in its children, from now on."""
+    from service import workers
+    from service.tuning import run
+
+    slow_down()
+    workers.COMMAND = (sys.executable, "-m", __name__, WORKER)
+    run.COMMAND = (sys.executable, "-m", __name__, TRAINING)
+
+
 def slow_down() -> None:
-    """In a server's process, from now on."""
+    """In a process that has an engine or will have one, from now on."""
     from nsm_core.engine.engine import Engine, Events
 
-    file, step, num_steps = Path(os.environ[VARIABLE]), Engine.step, 0
+    step, num_steps = Engine.step, 0
 
     def step_when_due(engine: Engine) -> Events:
         nonlocal num_steps
-        if not file.exists():
+        after = num_fast_steps()
+        if after is None:
             num_steps = 0
         elif engine.has_work:
             num_steps += 1
-            with contextlib.suppress(FileNotFoundError):
-                if num_steps > int(file.read_text()):
-                    time.sleep(PAUSE_S)
+            if num_steps > after:
+                time.sleep(PAUSE_S)
         return step(engine)
 
     Engine.step = step_when_due  # type: ignore[assignment,method-assign]
 
 
-def main() -> None:
+def num_fast_steps() -> int | None:
+    """None: all steps are fast."""
+    try:
+        return int(Path(os.environ[VARIABLE]).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def slow_worker() -> None:
     """The engine is slowed where it is made: a worker has none, and nothing is imported before its time."""
     from service import local_model
 
-    del sys.argv[1]
     make = local_model.make_local_backend
 
     def make_slowed(*args: Any, **options: Any) -> Any:
@@ -72,7 +89,27 @@ def main() -> None:
         return make(*args, **options)
 
     local_model.make_local_backend = make_slowed
-    importlib.import_module(WORKER).main()
+
+
+def slow_training() -> None:
+    from service.tuning import process
+
+    say = process._say
+
+    def say_and_wait(**fields: Any) -> None:
+        say(**fields)
+        after = num_fast_steps()
+        if after is not None and fields.get("step", -1) >= after:
+            time.sleep(REPORT_PAUSE_S)
+
+    process._say = say_and_wait
+
+
+def main() -> None:
+    module = sys.argv.pop(1)
+    slow = {WORKER: slow_worker, TRAINING: slow_training}[module]
+    slow()
+    importlib.import_module(module).main()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import threading
 import time
@@ -55,8 +56,10 @@ class Watched:
                 self.started.set()
 
     def __enter__(self) -> Watched:
+        gc.collect()
+        gc.freeze()  # as a server does; what earlier tests left would make each look for garbage a stall
         self.thread.start()
-        assert self.started.wait(30)
+        assert self.started.wait(60)
         host, port = self.server.servers[0].sockets[0].getsockname()[:2]
         self.client = httpx.Client(base_url=f"http://{host}:{port}", timeout=60)
         return self
@@ -64,7 +67,7 @@ class Watched:
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
 
     def stall_of(self, method: str, path: str, raw: bytes) -> tuple[int, float]:
         """The status, and the longest stall while the body was worked on: see `least_stall`."""

@@ -64,7 +64,7 @@ def test_a_process_that_is_killed_by_a_grammar_is_replaced(
 ) -> None:
     tried = trial.GrammarTrial(tiny_tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "TRIAL_TIMEOUT_S", 0.5)
+        patch.setattr(trial, "TRIAL_TIMEOUT_S", 0.05)
         with pytest.raises(InvalidRequest, match="takes too long") as refusal:
             tried.check(HOSTILE["many patterns at once"])
         assert refusal.value.code == "grammar_too_complex"

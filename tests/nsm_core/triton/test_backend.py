@@ -187,19 +187,24 @@ def test_asking_takes_a_tenth_of_the_time_at_most(
     triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of a millisecond, and questions that take longer than they."""
-    request = generate(300)
+    request, steps = generate(300), StepByStep(monkeypatch)
     ask_s, began = 0.004, time.monotonic()
+    asked = threading.Semaphore(0)
     num_asked = 0
 
     def ask() -> bool:
         nonlocal num_asked
         num_asked += 1
         time.sleep(ask_s)
+        asked.release()
         return False
 
     monkeypatch.setattr(request.sender, "is_cancelled", ask)
     backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"})
     backend.execute([request])
+    steps.make(1)
+    assert asked.acquire(timeout=WAIT_S)  # the request has not ended
+    steps.make(400)
     wait(request)
     assert 1 <= num_asked <= 1 + (time.monotonic() - began) / (10 * ask_s)
     backend.close()
