@@ -40,14 +40,18 @@ def slow_steps(*, after: int = 0) -> Iterator[None]:
         file.unlink()
 
 
+def command(module: str) -> tuple[str, ...]:
+    """Of a child that can be slowed, instead of the product's own."""
+    return sys.executable, "-m", __name__, module
+
+
 def slow_all() -> None:
     """In a server's process and in its children, from now on."""
     from service import workers
     from service.tuning import run
 
     slow_down()
-    workers.COMMAND = (sys.executable, "-m", __name__, WORKER)
-    run.COMMAND = (sys.executable, "-m", __name__, TRAINING)
+    workers.COMMAND, run.COMMAND = command(WORKER), command(TRAINING)
 
 
 def slow_down() -> None:
@@ -92,8 +96,10 @@ def slow_worker() -> None:
 
 
 def slow_training() -> None:
+    """Only while a test says so: with the lowest priority it would starve beside other tests."""
     from service.tuning import process
 
+    process.LOWEST_PRIORITY = 0
     say = process._say
 
     def say_and_wait(**fields: Any) -> None:

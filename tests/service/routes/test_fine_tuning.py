@@ -18,6 +18,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.control_group import usable_threads
 from nsm_core.errors import NotFound, QuotaExceeded, StoreUnavailable
 from service.backends.local import LocalBackend
+from service.tuning import run
 from service.tuning.job import Job, new_job
 from service.tuning.library import MAX_OPEN, JobLibrary
 from service.tuning.process import tuning_threads
@@ -25,17 +26,18 @@ from service.tuning.run import JobRun, _until_ended
 from tests.support.counts import every_second
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
+from tests.support.slow_steps import TRAINING, command, slow_steps
 from tests.support.tuning import file_of, pairs
 
 ENDED = ("succeeded", "failed", "cancelled")
 QUICK: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 1.0}
-LONG: dict[str, Any] = {**QUICK, "n_epochs": 100, "batch_size": 1}
 
 
 @pytest.fixture
-async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Gateway]:
+async def server(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gateway]:
     from nsm_core.architectures import load_model
 
+    monkeypatch.setattr(run, "COMMAND", command(TRAINING))
     backend = LocalBackend(load_model(tiny_model_dir), EngineConfig(max_slots=4, token_budget=32, queue_limit=32))
     async with gateway(backend, is_live=True, model=tiny_model_dir, fine_tuning_jobs=1, data_dir=tmp_path) as made:
         yield made
@@ -53,6 +55,14 @@ async def begin(server: Gateway, raw: bytes | None = None, **fields: Any) -> Fin
 
 async def ended(server: Gateway, job: FineTuningJob) -> FineTuningJob:
     while job.status not in ENDED:
+        await asyncio.sleep(0.05)
+        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
+    return job
+
+
+async def running(server: Gateway, job: FineTuningJob) -> FineTuningJob:
+    while job.status != "running":
+        assert job.status not in ENDED
         await asyncio.sleep(0.05)
         job = await server.openai.fine_tuning.jobs.retrieve(job.id)
     return job
@@ -156,21 +166,20 @@ def test_training_has_a_quarter_of_the_threads_and_at_least_one() -> None:
 
 
 async def test_deleted_file_fails_the_job(server: Gateway) -> None:
-    first = await begin(server, hyperparameters=LONG)
-    waiting = await begin(server)
-    await server.openai.files.delete(waiting.training_file)
-    await server.openai.fine_tuning.jobs.cancel(first.id)
+    with slow_steps():
+        first = await begin(server)
+        waiting = await begin(server)
+        await server.openai.files.delete(waiting.training_file)
+        await server.openai.fine_tuning.jobs.cancel(first.id)
     job = await ended(server, waiting)
     assert job.error is not None
     assert (job.error.code, job.error.param) == ("file_not_found", "training_file")
 
 
 async def test_cancelled_job_ends_at_once_and_leaves_nothing(server: Gateway) -> None:
-    job = await begin(server, hyperparameters=LONG, suffix="never")
-    while job.status != "running":
-        await asyncio.sleep(0.05)
-        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
-    cancelled = await server.openai.fine_tuning.jobs.cancel(job.id)
+    with slow_steps():
+        job = await running(server, await begin(server, suffix="never"))
+        cancelled = await server.openai.fine_tuning.jobs.cancel(job.id)
     assert cancelled.status == "cancelled"
     assert cancelled.finished_at is not None
     next_job = await ended(server, await begin(server))  # its turn comes when the other's process is gone
@@ -186,8 +195,9 @@ async def test_cancelled_job_ends_at_once_and_leaves_nothing(server: Gateway) ->
 async def test_paused_job_lets_others_run_and_goes_on_when_it_is_resumed(server: Gateway) -> None:
     jobs = server.openai.fine_tuning.jobs
     whole = await ended(server, await begin(server, suffix="whole"))
-    held, other = await begin(server, suffix="held"), await begin(server, suffix="other")
-    assert (await jobs.pause(held.id)).status == "paused"
+    with slow_steps():
+        held, other = await begin(server, suffix="held"), await begin(server, suffix="other")
+        assert (await jobs.pause(held.id)).status == "paused"
     assert (await jobs.pause(held.id)).status == "paused"  # a retry
     assert (await ended(server, other)).status == "succeeded"
     assert (await jobs.retrieve(held.id)).status == "paused"
@@ -206,11 +216,9 @@ async def test_paused_job_lets_others_run_and_goes_on_when_it_is_resumed(server:
 
 
 async def test_pause_ends_the_process_of_a_running_job(server: Gateway) -> None:
-    job = await begin(server, hyperparameters=LONG)
-    while job.status != "running":
-        await asyncio.sleep(0.05)
-        job = await server.openai.fine_tuning.jobs.retrieve(job.id)
-    assert (await server.openai.fine_tuning.jobs.pause(job.id)).status == "paused"
+    with slow_steps():
+        job = await running(server, await begin(server))
+        assert (await server.openai.fine_tuning.jobs.pause(job.id)).status == "paused"
     await until(lambda: server.metric("nsm_fine_tuning_jobs_running") == 0)
     assert (await server.openai.fine_tuning.jobs.retrieve(job.id)).status == "paused"
     assert (await server.openai.fine_tuning.jobs.cancel(job.id)).status == "cancelled"
