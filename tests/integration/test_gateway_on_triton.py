@@ -200,9 +200,10 @@ async def test_S6_T4_the_worker_stops_when_the_client_leaves(triton: RunningTrit
 
         num_before = (await worker.status()).engine.tokens_generated
         body = {"prompt": "x", "stream": is_stream, "max_tokens": MANY, "ignore_eos": True}
-        await client.post("/v1/completions", body)
-        await eventually(lambda: is_running(1))
-        client.leave()
+        with slow_steps():
+            await client.post("/v1/completions", body)
+            await eventually(lambda: is_running(1))
+            client.leave()
         await eventually(lambda: is_running(0))
         assert (await worker.status()).engine.tokens_generated - num_before < MANY
 

@@ -30,6 +30,7 @@ from nsm_core.wire.errors import StateMissing
 from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.engine.harness import run_one
 from tests.support.event_decoder import EventDecoder
+from tests.support.slow_steps import slow_steps
 from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually, running_triton
 
 pytestmark = pytest.mark.triton
@@ -192,15 +193,16 @@ async def check_figures(client: TritonClient, http: httpx.AsyncClient, server: R
 
 
 async def test_T4_cancel_is_seen(client: TritonClient) -> None:
-    running = client.stream(encode_call(stream_call(sampling=sampling(ENDLESS))))
-    waiting = [client.stream(encode_call(stream_call(sampling=sampling(ENDLESS)))) for _ in range(MAX_SLOTS)]
-    tasks = [asyncio.ensure_future(anext(stream)) for stream in waiting]
-    for _ in range(3):
-        await anext(running)
-    await wait_for_requests(client, 1 + len(waiting))  # gRPC waits for ever on a call that ends before it has begun
-    for stream in (running, *waiting):
-        stream.cancel()
-    await wait_until_idle(client)
+    with slow_steps():  # many endless streams would leave no time for the questions
+        running = client.stream(encode_call(stream_call(sampling=sampling(ENDLESS))))
+        waiting = [client.stream(encode_call(stream_call(sampling=sampling(ENDLESS)))) for _ in range(MAX_SLOTS)]
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in waiting]
+        for _ in range(3):
+            await anext(running)
+        await wait_for_requests(client, 1 + len(waiting))  # gRPC waits for ever on a call that ends before it has begun
+        for stream in (running, *waiting):
+            stream.cancel()
+        await wait_until_idle(client)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await client.call(stream_call())).finished.reason is FinishReason.LENGTH
 
@@ -269,20 +271,20 @@ async def test_a_malformed_string_hurts_nobody(triton: RunningTriton, client: Tr
 
 
 async def test_overload_is_an_answer(client: TritonClient) -> None:
-    call = encode_call(stream_call(sampling=sampling(ENDLESS)))
-    streams = [client.stream(call) for _ in range(MAX_SLOTS + QUEUE_LIMIT)]
-    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
-
     async def is_full() -> bool:
         return (await client.status()).engine.num_waiting == QUEUE_LIMIT
 
-    await eventually(is_full)
-    with pytest.raises(Overloaded) as caught:
-        await client.call(stream_call())
-    assert caught.value.retry_after_s == 1.0
-    for stream in streams:
-        stream.cancel()
-    await wait_until_idle(client)
+    call = encode_call(stream_call(sampling=sampling(ENDLESS)))
+    with slow_steps():
+        streams = [client.stream(call) for _ in range(MAX_SLOTS + QUEUE_LIMIT)]
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await eventually(is_full)
+        with pytest.raises(Overloaded) as caught:
+            await client.call(stream_call())
+        assert caught.value.retry_after_s == 1.0
+        for stream in streams:
+            stream.cancel()
+        await wait_until_idle(client)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await client.call(stream_call())).finished.reason is FinishReason.LENGTH
 

@@ -57,10 +57,11 @@ def is_alive(pid: int) -> bool:
 async def test_T2_a_killed_worker_takes_its_server_with_it(server: RunningTriton) -> None:
     """Clients see broken connections within a second, and nothing of the server stays in shared memory."""
     async with TritonClient(server) as client:
-        streams = [asyncio.create_task(client.call(call(ENDLESS, seed))) for seed in range(4)]
-        await eventually(lambda: is_running(client, 4))
-        assert server.shared_memory()
-        os.kill(server.stub_pid, signal.SIGKILL)
+        with slow_steps():
+            streams = [asyncio.create_task(client.call(call(ENDLESS, seed))) for seed in range(4)]
+            await eventually(lambda: is_running(client, 4))
+            assert server.shared_memory()
+            os.kill(server.stub_pid, signal.SIGKILL)
         ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=60)
         assert [type(error) for error in ended] == [grpc.aio.AioRpcError] * 4
     assert server.process.wait(60) == EXIT_KILLED
