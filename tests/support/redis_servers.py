@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
 import itertools
 import json
+import os
 import random
 import signal
 import socket
@@ -25,7 +27,10 @@ START_S = 60.0  # for a server to answer, a cluster to form, a Sentinel to see t
 NUM_SLOTS = 16384
 PR_SET_PDEATHSIG = 1
 
+MAX_WORKERS = 16  # processes of one run whose ports differ
+
 _prefixes = itertools.count()
+_given: collections.deque[int] = collections.deque(maxlen=500)  # ports
 
 
 def own_prefix() -> str:
@@ -33,12 +38,18 @@ def own_prefix() -> str:
 
 
 def free_port() -> int:
-    """Below the ports that outgoing connections take; not the same in test runs side by side, whatever their seeds."""
+    """Below the ports that outgoing connections take; not the same in test runs side by side, whatever their seeds.
+
+    In one run no two get the same soon, also while a server that was killed is about to come back at its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(15_000, 30_000)
+        port = random.SystemRandom().randrange(15_000 + worker % MAX_WORKERS, 30_000, MAX_WORKERS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.append(port)
+                return port
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

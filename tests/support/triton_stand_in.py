@@ -278,7 +278,7 @@ def _written(answer: Answer) -> Any:
 @contextlib.asynccontextmanager
 async def running_backend(*servers: StandIn, **options: Any) -> AsyncIterator[TritonBackend]:
     """A gateway's backend on them."""
-    backend = TritonBackend([server.url for server in servers], **{"wait_s": 5.0, **options})
+    backend = TritonBackend([server.url for server in servers], **{"wait_s": 60.0, **options})
     await backend.start()
     try:
         yield backend
