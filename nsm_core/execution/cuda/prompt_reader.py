@@ -149,10 +149,15 @@ class PromptReader:
 
     @torch.inference_mode()
     def _record(self, size: tuple[int, int]) -> None:
-        """Of no row but the first, whose state stays as it is: it reads nothing here."""
-        batch = self._batch(size)
+        """Of no row but the first, which may be in use: it reads nothing here, and what that rounds is restored."""
+        batch, held = self._batch(size), self._pool.tensors
         batch.inputs.given.zero_()
-        batch.graph = record(batch.read, self._device, memory=self._memory)
+        before = {name: rows[:1].clone() for name, rows in held.items()}
+        try:
+            batch.graph = record(batch.read, self._device, memory=self._memory)
+        finally:
+            for name, rows in held.items():
+                rows[:1].copy_(before[name])
 
     def _read_rows(self, inputs: _Inputs, hidden: Tensor) -> None:
         """Of the pool, in place."""

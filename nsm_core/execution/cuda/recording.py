@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +21,24 @@ def record(work: Callable[[], None], device: torch.device, *, memory: Any = None
         work()
         torch.cuda.synchronize()
         # not by `torch.cuda.graph`: it gives the memory of all caches back first, which takes as long as the rest
-        graph.capture_begin(memory, "thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        with _without_collection():
+            graph.capture_begin(memory, "thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
     return graph
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No collection of objects begins meanwhile: one that destroys another graph, of an executor that is gone, would
+    end the recording.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -144,6 +144,26 @@ def test_a_recorded_batch_leaves_the_states_and_hidden_vectors_of_plain_reading(
     assert [recorded.pool.pack(row) for row in range(5)] == [plain.pool.pack(row) for row in range(5)]
 
 
+@pytest.mark.parametrize("weights", CudaWeights)
+def test_a_size_that_is_recorded_beside_a_request_leaves_its_state_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, weights: CudaWeights
+) -> None:
+    """Steps in fp16 leave numbers that prompts, which are in bf16, round."""
+    monkeypatch.setattr(prompt_reader, "record", Replayed)
+    model = random_model(small_config(48, layer_pattern="KW", window=64, num_memory_slots=32, slot_width=64))
+    executor = CudaExecutor(
+        model.to("cuda" if HAS_GPU else "cpu"), num_rows=2, options=CudaOptions(weights=weights, graphs=False)
+    )
+    executor.pool.lease(0)
+    executor.pool.fill((0,), executor.initial)
+    for token_id in (3, 4, 5):
+        executor.step((0,), (token_id,))
+    before = executor.pool.pack(0)
+    executor._prompts._make_hidden()
+    executor._prompts._record((2, 64))
+    assert executor.pool.pack(0) == before
+
+
 def test_the_first_batches_of_a_size_are_read_without_recording_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[torch.device] = []
 
