@@ -508,7 +508,8 @@ def show(row: Row) -> None:
     """One table: a line for each kind of step."""
     about = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "largest_gaps"}
     print("  ".join(f"{name} {value}" for name, value in about.items()))
-    print(*(f"    {gap}" for gap in row.get("largest_gaps", ())), sep="\n")
+    for gap in row.get("largest_gaps", ()):
+        print(f"    {gap}")
     for kind, found in row.items():
         if isinstance(found, dict):
             cells = (f"{name} {p50:.2f}/{p99:.2f}/{cpu:.2f}" for name, (p50, p99, cpu) in found["stages"].items())
