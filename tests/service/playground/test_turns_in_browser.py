@@ -20,7 +20,11 @@ from tests.support.gateway import gateway
 pytestmark = [pytest.mark.chromium, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def clipboard(tab: Playground) -> str:
+async def clipboard(tab: Playground, opening: str) -> str:
+    """When a text with this opening is there: nothing on the page tells that a copy has replaced the one before."""
+    await tab.page.wait_for_function(
+        "async (opening) => (await navigator.clipboard.readText()).startsWith(opening)", arg=opening
+    )
     return str(await tab.page.evaluate("navigator.clipboard.readText()"))
 
 
@@ -34,7 +38,8 @@ async def test_send_without_a_text_asks_for_one_and_makes_no_session(browser: Br
 
 async def test_a_refused_first_turn_leaves_no_session(browser: Browser) -> None:
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
-        await tab.send("Hello", temperature="3")
+        async with tab.page.expect_response(lambda answer: answer.request.method == "DELETE"):
+            await tab.send("Hello", temperature="3")
         await expect(tab.page.locator("#left-notice")).to_contain_text("temperature must be in [0, 2]")
         await expect(tab.page.locator("#session-list")).to_contain_text("No sessions yet.")
         await expect(tab.pane().locator("h2")).to_have_text("New session")
@@ -100,11 +105,11 @@ async def test_a_turn_is_copied_as_text_and_as_calls_that_give_it_again(browser:
         menu = tab.pane().get_by_role("combobox", name="Copy of this turn")
         await menu.select_option("text")
         await expect(tab.page.locator("#announcer")).to_have_text("Copied")
-        assert await clipboard(tab) == DEFAULT_SCRIPT
+        assert await clipboard(tab, DEFAULT_SCRIPT) == DEFAULT_SCRIPT
 
         await menu.select_option("curl")
         await expect(menu).to_have_value("")
-        words = shlex.split(await clipboard(tab))
+        words = shlex.split(await clipboard(tab, "curl "))
         url, body = words[2], json.loads(words[words.index("-d") + 1])
         assert body["input"] == 'It\'s "late"'
         async with httpx.AsyncClient(timeout=60.0) as client:
@@ -112,7 +117,7 @@ async def test_a_turn_is_copied_as_text_and_as_calls_that_give_it_again(browser:
         assert answer["choices"][0]["text"] == DEFAULT_SCRIPT
 
         await menu.select_option("python")
-        code = await clipboard(tab)
+        code = await clipboard(tab, "import ")
         compile(code, "copied", "exec")
         assert url in code
 
