@@ -166,15 +166,25 @@ async def test_a_damaged_log_is_an_error(path: Path, ids: str) -> None:
 
 
 async def test_a_write_that_waits_for_a_lock_stops_neither_reads_nor_the_event_loop(path: Path) -> None:
-    async with opened(SqliteSessionStore(path, busy_timeout_s=0.3)) as store:
+    async with opened(SqliteSessionStore(path, busy_timeout_s=60.0)) as store:
         head = await create(store)
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             waiting = asyncio.create_task(commit(store, head))
             assert await store.get(KEY) == head
             assert not waiting.done()
+            other.execute("ROLLBACK")
+            head = await waiting
+        assert head.version == 1
+
+
+async def test_a_write_that_waits_too_long_for_a_lock_is_refused_and_may_come_again(path: Path) -> None:
+    async with opened(SqliteSessionStore(path, busy_timeout_s=0.3)) as store:
+        head = await create(store)
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
             with pytest.raises(StoreUnavailable, match="locked by another process"):
-                await waiting
+                await commit(store, head)
             other.execute("ROLLBACK")
         assert (await commit(store, head)).version == 1
 

@@ -26,7 +26,7 @@ Write = Callable[[sqlite3.Connection], Any]
 
 @pytest.fixture
 def database(tmp_path: Path) -> FileDatabase:
-    return FileDatabase(tmp_path / "sessions.db", max_bytes=None, busy_timeout_s=5.0)
+    return FileDatabase(tmp_path / "sessions.db", max_bytes=None, busy_timeout_s=60.0)
 
 
 def put(name: str, *, is_synced: bool = True) -> Write:
