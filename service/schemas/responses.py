@@ -101,7 +101,8 @@ class InputMessage(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _fields_of_its_type(cls, item: Any) -> Any:
-        wanted = FIELDS_OF_TYPES.get(item.get("type") or "message") if isinstance(item, dict) else None
+        kind = (item.get("type") or "message") if isinstance(item, dict) else None
+        wanted = FIELDS_OF_TYPES.get(kind) if isinstance(kind, str) else None
         if wanted is None:
             return item
         for name in wanted:
@@ -109,7 +110,7 @@ class InputMessage(RequestBody):
                 raise PydanticCustomError("missing_field", "{message}", {"name": name, "message": "is required"})
         for name in FIELDS_OF_ITEMS:
             if item.get(name) is not None and name not in wanted:
-                message = f"{name} is no field of a {item.get('type') or 'message'}"
+                message = f"{name} is no field of a {kind}"
                 raise PydanticCustomError("unknown_parameter", "{message}", {"name": name, "message": message})
         return item
 
@@ -135,7 +136,7 @@ def refuse_other_items(items: Any, param: str) -> Any:
         return items  # refused as a whole
     for number, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind is not None and kind not in FIELDS_OF_TYPES:
+        if kind is not None and not (isinstance(kind, str) and kind in FIELDS_OF_TYPES):
             path = f"{param}[{number}].type"
             expected = ", ".join(f'"{name}"' for name in FIELDS_OF_TYPES)
             raise InvalidRequest(

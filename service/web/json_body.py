@@ -40,6 +40,9 @@ UTF8_NAMES = frozenset({"utf-8", "utf8", "us-ascii"})  # the last is a part of i
 MAX_DEPTH = 1024  # orjson's own limit
 # The brackets, and the strings with the colon of those that are names
 SCANNED = re.compile(rb'("(?:[^"\\]++|\\.)*+")\s*+(:?)|[\[\]{}]', re.DOTALL)
+NO_NUMBER = re.compile(r"-?(?:NaN|Infinity)")
+NAME_AT_END = re.compile(r'("(?:[^"\\]|\\.)*")\s*:\s*-?$')
+MAX_NAME = 256  # characters before a value in which its name is looked for
 WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -148,6 +151,10 @@ def parse(raw: bytes) -> Any:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        name = _name_of_no_number(error)
+        if name is not None:
+            reason = f"the body is not valid JSON: {quoted(name)} must be a finite number"
+            raise InvalidRequest(reason, param=name, code="invalid_json") from error
         reason = f"the body is not valid JSON: {_bytes_that_are_no_text(raw) or error}"
         if error.msg.startswith("depth limit"):
             reason = f"the body is nested too deeply: at most {MAX_DEPTH} levels are read"
@@ -163,6 +170,15 @@ def _bytes_that_are_no_text(raw: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return f"the byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
     return None
+
+
+def _name_of_no_number(error: orjson.JSONDecodeError) -> str | None:
+    """The name whose value is NaN or infinite, where this is why reading ended: Python's json writes such values."""
+    is_literal = NO_NUMBER.match(error.doc, error.pos) is not None
+    if not is_literal and not error.msg.startswith("number is infinity"):
+        return None
+    found = NAME_AT_END.search(error.doc[max(0, error.pos - MAX_NAME) : error.pos])
+    return None if found is None else str(json.loads(found[1]))
 
 
 def _may_repeat_a_name(raw: bytes, value: Any) -> bool:

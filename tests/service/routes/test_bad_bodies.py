@@ -47,8 +47,9 @@ def _is_utf8(raw: bytes) -> bool:
     "raw",
     [
         b"NaN",
-        b'{"prompt": "Hi", "temperature": NaN}',
         b'{"prompt": [1, Infinity]}',
+        b'{"prompt": "Hi", "temperature": Nan}',
+        b'{"prompt": "temperature": NaN}',
         b"-1e999",
         b'{"prompt": "\\ud800"}',
         '{"prompt": "x"}'.encode("utf-16"),
@@ -59,6 +60,21 @@ async def test_invalid_json_is_reported_as_such(server: Gateway, raw: bytes) -> 
     response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
     error = await assert_refused(server, response, 400, ["not valid JSON"])
     assert (error["param"], error["code"]) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (b'{"prompt": "Hi", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "Hi", "top_p" :\n-Infinity}', "top_p"),
+        (b'{"prompt": "Hi", "logit_bias": {"5": 1e999}}', "5"),
+        (b'{"prompt": "Hi", "\\"min\\u005fp": NaN}', '"min_p'),
+    ],
+)
+async def test_a_number_that_is_not_finite_is_refused_by_name(server: Gateway, raw: bytes, name: str) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, ["not valid JSON", f"{name}' must be a finite number"])
+    assert (error["param"], error["code"]) == (name, "invalid_json")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/sessions/s1/generate"])

@@ -276,6 +276,7 @@ async def test_items_are_listed_in_pages(server: Gateway) -> None:
         ({"items": [SAID] * 21}, "items", ["items must have at most 20 entries, got 21"]),
         ({"items": [{"type": "function_call_output", "output": "x"}]}, "items[0].call_id", ["is required"]),
         ({"items": [{"type": "reasoning"}]}, "items[0].type", ["reasoning"]),
+        ({"items": [SAID, {"type": ["message"]}]}, "items[1].type", ["one of", '["message"]']),
         ({"items": [{"role": "user", "content": [{"type": "input_image"}]}]}, "items[0].content", ["input_image"]),
         ({"items": "x"}, "items", ["list"]),
         ({"metadata": {"k": 5}}, "metadata.k", ["string", "5"]),

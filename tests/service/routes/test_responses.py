@@ -122,6 +122,8 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", ["is required"]),
     ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input[0].output", ["no field of a message"]),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", ["item_reference"]),
+    ({"input": [{"type": [], "role": "user", "content": "x"}]}, "input[0].type", ["one of", "got []"]),
+    ({"input": [{"type": {"a": 1}}]}, "input[0].type", ["one of", '{"a": 1}']),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content",
