@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from nsm_core.formats.one_thread import one_thread
 from nsm_core.inspection.layer_hooks import clear_hooked, hookable_layers, hooked
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.inspection.routing_capture import Capture, Kind, capture, has_states
@@ -32,6 +34,11 @@ class RoutingProbe:
 
         `state` [B, *shape] is not modified. Layers without routed states are left out.
         """
+        is_on_cpu = state[POSITION].device.type == "cpu"
+        with one_thread() if is_on_cpu else contextlib.nullcontext():
+            return self._capture(state, ids)
+
+    def _capture(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
         device = state[POSITION].device
         for row, tokens in enumerate(ids):
             if len(tokens) > 1:
