@@ -36,7 +36,7 @@ class TuneConfig:
         if self.eval_every is not None and self.eval_every < 1:
             raise ConfigError(f"eval_every must be at least 1, got {self.eval_every}")
         if not (math.isfinite(self.rate) and self.rate > 0):
-            raise ConfigError(f"rate must be above 0, got {self.rate}")
+            raise ConfigError(f"rate must be a finite number above 0, got {self.rate}")
 
     def num_steps(self, num_examples: int) -> int:
         return self.num_epochs * math.ceil(num_examples / self.batch_size)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from nsm_core.errors import NsmError
 from nsm_lab.evaluation.config import PARTS, EvalConfig
-from nsm_lab.evaluation.run import run_evaluation
 from nsm_lab.training.data_files import SPLITS
 
 HELP = {
@@ -95,7 +94,10 @@ def log_line(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; exit status 0, or 1 after one line on stderr."""
     try:
-        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv), log=log_line)
+        config = parse(sys.argv[1:] if argv is None else argv)
+        from nsm_lab.evaluation.run import run_evaluation  # matplotlib, which help does without
+
+        report = run_evaluation(config, log=log_line)
     except NsmError as error:
         print(f"nsm eval: {error}", file=sys.stderr)
         return 1

@@ -79,7 +79,8 @@ class EvalConfig:
         self._require(self.executor in EXECUTOR_NAMES, "executor", "one of " + ", ".join(EXECUTOR_NAMES))
         is_share = bool(self.passkey_depths) and all(0.0 <= depth <= 1.0 for depth in self.passkey_depths)
         self._require(is_share, "passkey_depths", "in [0, 1]")
-        self._require(bool(self.passkey_lengths), "passkey_lengths", "at least one length")
+        are_lengths = bool(self.passkey_lengths) and min(self.passkey_lengths) >= 1
+        self._require(are_lengths, "passkey_lengths", "one or more numbers of at least 1 token")
 
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:

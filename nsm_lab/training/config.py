@@ -76,10 +76,11 @@ class TrainConfig:
         if self.recall_end is not None:
             self._require(self.recall > 0, "recall_end", "left out without recall")
             self._require(0.0 < self.recall_end < 1.0, "recall_end", "in (0, 1)")
-        for name in ("balance_loss", "z_loss", "key_spread", "loop_penalty"):
+        for name in ("weight_decay", "balance_loss", "z_loss", "key_spread", "loop_penalty"):
             self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
-        for name in ("muon_lr", "adam_lr", "clip"):
-            self._require(getattr(self, name) > 0.0, name, "above 0")
+        for name in ("muon_lr", "adam_lr"):
+            self._require(0.0 < getattr(self, name) < math.inf, name, "a finite number above 0")
+        self._require(self.clip > 0.0, "clip", "above 0")
         self._require(self.recall_loss in ("answers", "all"), "recall_loss", "answers or all")
         for name in ("first_answer", "passage_weight"):
             self._require(1 <= getattr(self, name) <= 255, name, "in [1, 255]")

@@ -76,10 +76,13 @@ def engine(
     make_engine = _engine_factory(settings)
     configured = {name: getattr(settings, name) for name in ("device", "executor", "max_slots", "token_budget")}
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
-    with progress("engine", repeats) as show:
-        result = asyncio.run(
-            bench_engine(make_engine, settings.model, work, options=configured, profile=profile, on_progress=show)
-        )
+    try:
+        with progress("engine", repeats) as show:
+            result = asyncio.run(
+                bench_engine(make_engine, settings.model, work, options=configured, profile=profile, on_progress=show)
+            )
+    except MemoryError as error:
+        raise typer.BadParameter(str(error), param_hint="'--batches'") from error
     _show(result, output=output, plots=plots, as_json=as_json)
 
 
@@ -189,7 +192,7 @@ def gate(
     lengths: Lengths = "512",
     num_tokens: NumTokens = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Times that both builds are run, in turns.")] = 7,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Loss that is let through, as a share.")] = 0.05,
+    tolerance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Loss that is let through, as a share.")] = 0.05,
     wall: Annotated[
         bool, typer.Option("--wall", help="Go by the clock: for a machine that does nothing else.")
     ] = False,

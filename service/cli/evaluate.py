@@ -11,7 +11,6 @@ from service.cli.lab import lab_command
 def evaluate(ctx: typer.Context) -> None:
     """Measure a model on a corpus: bits per byte and word perplexity."""
     from nsm_lab.evaluation.__main__ import log_line, parse
-    from nsm_lab.evaluation.run import run_evaluation
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 
@@ -19,4 +18,7 @@ def evaluate(ctx: typer.Context) -> None:
     defaults = [] if settings.model is None else ["--model", str(settings.model)]
     if "device" in settings.model_fields_set:
         defaults += ["--device", settings.device]
-    print(run_evaluation(parsed(parse, [*defaults, *ctx.args]), log=log_line).to_markdown(), end="")
+    config = parsed(parse, [*defaults, *ctx.args])
+    from nsm_lab.evaluation.run import run_evaluation  # matplotlib, which help does without
+
+    print(run_evaluation(config, log=log_line).to_markdown(), end="")

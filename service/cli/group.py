@@ -96,7 +96,8 @@ def _reword(error: typer.TyperException) -> None:
 
     found = refused.errors()[0] if isinstance(refused, ValidationError) else None
     if found is not None and error.message == found["msg"]:  # else a command has words of its own
-        error.message = f"{validation_message(found)}, got {quoted(str(found['input']))}"
+        message, given = validation_message(found).removesuffix("."), quoted(str(found["input"]))
+        error.message = message if given in message else f"{message}, got {given}"
 
 
 def _describe(error: Exception) -> str:

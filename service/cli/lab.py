@@ -18,4 +18,6 @@ def lab_command() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith(OWN_PACKAGES):
             raise
-        raise ConfigError(f"this command needs {error.name}: pip install 'nsm-serve[lab]'") from error
+        raise ConfigError(
+            f"this command needs {error.name}: pip install 'nsm-serve[lab]', or in a checkout make setup"
+        ) from error

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Sessions = Annotated[list[str] | None, typer.Argument(help="Ids; without any, all sessions.", show_default=False)]
 Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default="all; with ids, default")]
 
+MAX_TOLERANCE = 100.0  # above it any state would pass
+
 BAD = ("diverged", "damaged", "failed")
 INCOMPARABLE = ("several_numerics", "other_numerics")
 OTHERS = ("other_model", "other_tokenizer")
@@ -73,6 +75,7 @@ def verify(
         float | None,
         typer.Option(
             min=0.0,
+            max=MAX_TOLERANCE,
             help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size. Given,"
             " it also holds for states of other numerics classes.",
             show_default="0.001; 0.05 of one in fp16, 0.2 in int8",

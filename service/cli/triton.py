@@ -57,7 +57,9 @@ def serve(
 def probe(
     kind: Annotated[Literal["startup", "readiness", "liveness"], typer.Argument(help="Kind of probe.")],
     url: Annotated[str, typer.Option(help="host:port of the server's gRPC.")] = "localhost:8001",
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds for each of three questions at most.")] = 1.5,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds for each of three questions at most.")
+    ] = 1.5,
     tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the CA of its certificate.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,

@@ -30,13 +30,13 @@ def tune(
     valid: Annotated[
         Path | None, typer.Option(help="Examples to hold out.", show_default="a tenth of the others")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the examples.")] = 3,
-    batch: Annotated[int, typer.Option(help="Examples in a step.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Examples in a step.")] = 8,
     rate: Annotated[float, typer.Option(help="Step size of Adam.")] = 0.1,
-    patience: Annotated[int, typer.Option(help="Stop after so many held-out losses without a better one.")] = 5,
+    patience: Annotated[int, typer.Option(min=1, help="Stop after so many held-out losses without a better one.")] = 5,
     seed: Annotated[int, typer.Option(help="Order of the examples, and which are held out.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Longest example.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens in memory at once; bounds the memory.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest example.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in memory at once; bounds the memory.")] = 2048,
     checkpoint: Annotated[
         Path | None, typer.Option(help="File to continue from after an interruption.", show_default=False)
     ] = None,

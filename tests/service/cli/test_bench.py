@@ -54,6 +54,12 @@ def test_sizes_that_are_none_are_refused(nsm: Nsm, options: tuple[str, ...], mes
     assert message in done.stderr
 
 
+def test_more_requests_at_once_than_memory_holds_are_refused_by_option(nsm: Nsm) -> None:
+    done = nsm("bench", "engine", "--batches", 10**14, "--lengths", 20, "--tokens", 2, "--repeats", 1)
+    assert done.exit_code == 2
+    assert f"Invalid value for '--batches': no memory for the states of {10**14} slots" in done.stderr
+
+
 def test_a_server_that_is_not_there_is_one_line(nsm: Nsm) -> None:
     done = nsm("bench", "http", "--url", "http://127.0.0.1:1", "--repeats", 1)
     assert done.exit_code == 1

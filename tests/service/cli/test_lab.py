@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,8 +23,16 @@ def test_a_package_of_the_extra_that_is_missing_is_named_with_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "nsm_lab.inspection.plots", raising=False)
     result = nsm("inspect", "a text", "--png", tmp_path / "a.png")
-    message = "this command needs matplotlib.figure: pip install 'nsm-serve[lab]'"
+    message = "this command needs matplotlib.figure: pip install 'nsm-serve[lab]', or in a checkout make setup"
     assert_one_line(result, message)
+
+
+def test_help_of_an_evaluation_needs_no_package_of_the_extra() -> None:
+    program = "import sys; sys.modules['matplotlib'] = None; from service.cli.main import main; main()"
+    shown = subprocess.run(
+        [sys.executable, "-c", program, "eval", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--passkey-lengths" in shown.stdout
 
 
 def test_a_module_of_our_own_that_is_missing_is_no_matter_of_the_extra() -> None:

@@ -81,6 +81,18 @@ def test_a_group_without_a_command_shows_its_help(nsm: Nsm) -> None:
         (("generate", "x", "--max-tokens", "many"), "Invalid value for '--max-tokens': must be an integer, got 'many'"),
         (("generate", "x", "--seed", "x"), "Invalid value for '--seed': must be an integer, got 'x'"),
         (("top", "--interval", "nan"), "Invalid value for '--interval': must be a finite number, got 'nan'"),
+        (("bench", "gate", "--tolerance", "inf"), "Invalid value for '--tolerance': must be at most 1, got 'inf'"),
+        (("sessions", "verify", "--tolerance", "inf"), "Invalid value for '--tolerance': must be at most 100, got"),
+        (
+            ("triton", "probe", "liveness", "--timeout-s", "inf"),
+            "Invalid value for '--timeout-s': must be at most 3600",
+        ),
+        (
+            ("export", "x", "--output", "y", "--format", "z"),
+            "Invalid value for '--format': 'z' is not one of 'onnx', 'torch'\n",
+        ),
+        (("tune", "x", "--name", "y", "--epochs", "0"), "Invalid value for '--epochs': must be at least 1, got '0'"),
+        (("tune", "x", "--name", "y", "--batch-tokens", "0"), "Invalid value for '--batch-tokens': must be at least 1"),
         (("generate", "x", "--seed", "2", "--json=1"), "Option '--json' does not take a value."),
         (("chat", "--sesion", "x"), "No such option: --sesion "),
         (("sessions", "show"), "Missing argument 'session_id'."),

@@ -65,10 +65,25 @@ def test_every_option_of_training_says_what_it_does() -> None:
         (("train",), "the following arguments are required: --data, --out", 2),
         (("train", "--data", ".", "--out", "o", "--steps", "many"), "argument --steps: invalid int value: 'many'", 2),
         (("train", "--data", ".", "--out", "o", "--steps", 0), "steps must be at least 1, got 0", 1),
+        (
+            ("train", "--data", ".", "--out", "o", "--weight-decay", "nan"),
+            "weight_decay must be a number of at least 0, got nan",
+            1,
+        ),
+        (
+            ("train", "--data", ".", "--out", "o", "--adam-lr", "inf"),
+            "adam_lr must be a finite number above 0, got inf",
+            1,
+        ),
         (("train", "--data", "/no/such", "--out", "o", "--bogus"), "unrecognized arguments: --bogus", 2),
         (("eval",), "the following arguments are required: --data", 2),
         (("eval", "--data", "/no/such"), "the data directory /no/such does not exist or is not a directory", 1),
         (("eval", "--data", ".", "--model", "/no/such"), no_model("/no/such"), 1),
+        (
+            ("eval", "--data", ".", "--passkey-lengths", 0, 5),
+            "passkey_lengths must be one or more numbers of at least 1 token, got (0, 5)",
+            1,
+        ),
         (("eval", "--data", ".", "--max-documents", 0), "max_documents must be at least 1, got 0", 1),
     ],
 )

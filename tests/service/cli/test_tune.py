@@ -36,7 +36,9 @@ def test_faults_are_one_line(nsm: Nsm, examples: Path, tmp_path: Path) -> None:
     wrong.write_bytes(file_of({"prompt": "a", "completion": "b"}, {"prompt": 1, "completion": "b"}))
     assert_one_line(nsm("tune", wrong, "--name", "x"), "line 2: prompt must be a string, got 1")
     assert_one_line(nsm("tune", tmp_path / "none", "--name", "x"), f"{tmp_path / 'none'}: No such file or directory")
-    assert_one_line(nsm("tune", examples, "--name", "x", "--epochs", 0), "num_epochs must be at least 1, got 0")
+    for rate in ("nan", "inf"):
+        words = f"rate must be a finite number above 0, got {rate}"
+        assert_one_line(nsm("tune", examples, "--name", "x", "--rate", rate), words)
     nsm("states", "create", "rules", "--text", "Once", "--published")
     words = "the operator has published a state 'rules': choose another name"
     assert_one_line(nsm("tune", examples, "--name", "rules"), words)
