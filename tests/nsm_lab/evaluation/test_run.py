@@ -113,7 +113,7 @@ def test_only_what_is_asked_for_is_measured(checkpoint: Path) -> None:
         ({"suite": ()}, "suite must be one or more of"),
         ({"passkey_depths": (1.5,)}, r"passkey_depths must be in \[0, 1\], got"),
         ({"history_starts": (1, 5)}, r"history_starts must be numbers of at least 2 tokens, got \(1, 5\)"),
-        ({"passkey_lengths": ()}, "passkey_lengths must be at least one length"),
+        ({"passkey_lengths": ()}, "passkey_lengths must be one or more numbers"),
     ],
     ids=["split", "documents", "segment", "precision", "part", "no-part", "depth", "history", "lengths"],
 )
