@@ -7,10 +7,10 @@ Four parts, each in some seconds once the kernels are compiled:
   by what the call of `step` launched: a prompt, what comes behind it, or plain tokens; "waits": with few rows a step is
   waited for at once. "span": the device's time from the step's first launch to its last. "busy": another thread holds
   the interpreter for that share of each millisecond, as the event loop does in a server.
-- calls: of one step with a prompt, the calls of torch and of the driver, and the kernels' time (torch.profiler).
 - beside: the same engine in its thread, as `nsm serve` with workers has it: CONNECTIONS gateways of another process
   submit the requests and read the tokens. Stages again, and the gaps that the gateways see. What the wall time has
   beyond the CPU time is waiting: for the device in "wait", elsewhere for the interpreter lock, which the loop has.
+- calls: of one step with a prompt, the calls of torch and of the driver, and the kernels' time (torch.profiler).
 
 Without a GPU nothing is computed (`benchmarks/no_device.py`): graphs take a time that is given, `--device-ms`, and the
 figures are of Python around them.
@@ -63,6 +63,7 @@ MODEL = CHECKPOINTS / "pulse-books-keyed"
 PROMPT_EVERY = 4  # steps
 SWITCH_S = 0.0005  # as in service/worker_process.py
 REPEATS = 20
+GATEWAYS_S = 120.0
 NUM_SHOWN = 12  # gaps, from the 99th percentile on
 MOST_TOKENS = 10**6  # of rows that never end
 
@@ -244,6 +245,7 @@ def _watchers(loaded: Any) -> dict[str, Any]:
     return {"meter": meter_of(loaded.device), "observer": observer_of(loaded.model)}
 
 
+@torch.inference_mode()
 def device_times(subject: Subject) -> list[Row]:
     """Milliseconds of the device, and of the host's call, for a recorded launch; nothing else runs."""
     reader, executor = subject.executor._prompts, subject.executor
@@ -496,10 +498,11 @@ async def beside(subject: Subject, load: Load, switch_s: float) -> Row:
 
 
 async def _received(pipe: Any, process: Any) -> tuple[list[tuple[float, float]], list[float]]:
-    while not pipe.poll():
-        if not process.is_alive():
-            raise RuntimeError("the process of the gateways ended without a result")
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(GATEWAYS_S):
+        while not pipe.poll():
+            if not process.is_alive():
+                raise RuntimeError("the process of the gateways ended without a result")
+            await asyncio.sleep(0.02)
     result: tuple[list[tuple[float, float]], list[float]] = pipe.recv()
     return result
 
@@ -532,8 +535,6 @@ def measure(args: argparse.Namespace, launches: Counter[str]) -> Row:
     for busy in args.busy:
         found["steps"].append(alone(subject, max(args.rows), max(args.pieces, key=math.prod), args.prompts, busy))
         show(found["steps"][-1])
-    found["calls"] = calls(subject, max(args.rows), max(length for _, length in args.pieces))
-    print(json.dumps(found["calls"]))
     for repeat in range(args.repeats):
         for switch_ms, prompts in [(ms, number) for ms in args.switch_ms for number in (0, args.gateway_prompts)]:
             with tempfile.TemporaryDirectory() as directory:
@@ -541,6 +542,8 @@ def measure(args: argparse.Namespace, launches: Counter[str]) -> Row:
                             args.gateway_length, subject.vocab_size)  # fmt: skip
                 found["beside"].append(asyncio.run(beside(subject, load, switch_ms / 1e3)))
             show(found["beside"][-1])
+    found["calls"] = calls(subject, max(args.rows), max(length for _, length in args.pieces))
+    print(json.dumps(found["calls"]))
     return found
 
 
