@@ -13,10 +13,10 @@ from nsm_core.tokenizer import Tokenizer
 from tests.support.fake_meters import FakeClock, FakeNvml
 from tests.support.models import RandomModel, as_loaded
 
-SHORT = ["--device=cpu", "--executor=eager", "--slots=4", "--token-budget=64", "--max-prompt=100"]
-LOAD = ["--max-tokens=20", "--phases=2"]
+SHORT = ["--device=cpu", "--executor=eager", "--slots=4", "--token-budget=64", "--max-prompt=40"]
+LOAD = ["--max-tokens=5", "--phases=2"]
 # Phases this short hold one or two looks at the meter: the sums differ by tens of percent on a busy machine.
-TIMES = ["--seconds=0.3", "--pause=0.1", "--warm-up=0.05", "--tolerance=0.5"]
+TIMES = ["--seconds=0.6", "--pause=0.1", "--warm-up=0.05", "--tolerance=0.5"]
 
 
 class RealClock(FakeClock):

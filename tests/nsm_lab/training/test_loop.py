@@ -178,7 +178,7 @@ def test_two_processes_train_one_model(config: TrainConfig, tmp_path: Path) -> N
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, "-m", "nsm_lab.training", *flags], env=environment, capture_output=True, text=True, timeout=110
+        [*launcher, "-m", "nsm_lab.training", *flags], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-2000:]
     alone = weights(train(dataclasses.replace(config, steps=2, carry=0.0)))
