@@ -24,7 +24,9 @@ WORKER, TRAINING = "service.worker_process", "service.tuning.process"
 
 def name_file() -> None:
     """In a process of tests, for the servers that it starts."""
-    os.environ[VARIABLE] = str(Path(tempfile.gettempdir()) / f"nsm-slow-steps-{os.getpid()}")
+    file = Path(tempfile.gettempdir()) / f"nsm-slow-steps-{os.getpid()}"
+    file.unlink(missing_ok=True)  # of a run that was killed
+    os.environ[VARIABLE] = str(file)
 
 
 @contextlib.contextmanager
