@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx  # of the packages that serve
 
 PROMPT = "The old house stood at the end of the lane."
 BODY = {"input": PROMPT, "temperature": 0.8, "seed": 4, "stream": True, "ignore_eos": True}
