@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -39,8 +40,9 @@ def begin_on_device(settings: Settings) -> None:
         early_start.begin(device)
 
 
-def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBackend:
-    """The model in this process. `num_engines`: of the server, each in a process of its own.
+def make_local_backend(settings: Settings, *, num_engines: int = 1, named_by: str = "model") -> LocalBackend:
+    """The model in this process. `num_engines`: of the server, each in a process of its own. `named_by`: the setting
+    that names the model's files, for errors.
 
     Raises CheckpointError or ConfigError.
     """
@@ -66,17 +68,27 @@ def make_local_backend(settings: Settings, *, num_engines: int = 1) -> LocalBack
             )
 
     try:
-        return with_model(settings, make, is_whole=False)
+        return with_model(settings, make, is_whole=False, named_by=named_by)
     except MemoryError as error:
         raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
 
 
+@functools.cache
+def _threads_at_start() -> int:
+    """Torch's number when this process loads its first model; a capture of routing sets another for a moment."""
+    return int(import_torch().get_num_threads())
+
+
 def with_model(
-    settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made], *, is_whole: bool = True
+    settings: Settings,
+    make: Callable[[LoadedModel[SequenceModel]], Made],
+    *,
+    is_whole: bool = True,
+    named_by: str = "model",
 ) -> Made:
     """What `make` makes of the model, on the device and with the threads of the settings.
 
-    `is_whole`: `make` needs all weights in fp32, and not only `choose_executor`.
+    `is_whole`: `make` needs all weights in fp32, and not only `choose_executor`. `named_by`: as above.
 
     Raises CheckpointError, DeviceUnusable, and what `make` raises.
     """
@@ -84,10 +96,11 @@ def with_model(
     from nsm_core.architectures import load_model, open_model
     from nsm_core.execution.devices import on_device
 
-    torch.set_num_threads(settings.num_threads or usable_threads(torch.get_num_threads()))
+    torch.get_num_threads()  # a thread's first question takes the number that any thread set last
+    torch.set_num_threads(settings.num_threads or usable_threads(_threads_at_start()))
 
     def load(device: str) -> LoadedModel[SequenceModel]:
-        with naming("model"):
+        with naming(named_by):
             return (load_model if is_whole else open_model)(settings.model, device)
 
     # for auto alone, only an executor that was asked for can be without its device

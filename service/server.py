@@ -191,7 +191,7 @@ def other_models(settings: Settings) -> list[OtherModel]:
                 name=name,
                 fingerprint=fingerprint,
                 num_file_bytes=_num_file_bytes(path),
-                load=functools.partial(make_local_backend, own),
+                load=functools.partial(make_local_backend, own, named_by="models"),
             )
         )
     return others

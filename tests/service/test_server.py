@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ import httpx
 import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
+from nsm_core.model.bundled import find_checkpoint
 from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
-from service.server import bind, make_backend, require_keys, run, run_gateway, serve, uvicorn_config
+from service.server import bind, make_backend, other_models, require_keys, run, run_gateway, serve, uvicorn_config
 from service.settings import Settings, load_settings
 from service.stores.sessions.factory import make_store
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -297,3 +299,14 @@ def test_a_model_that_is_given_twice_is_refused_before_one_is_loaded() -> None:
         pytest.raises(ConfigError, match="'again' is given twice, also as 'pulse-books'"),
     ):
         run_gateway(settings, sock, make)
+
+
+def test_a_further_model_whose_files_are_gone_names_the_setting_of_further_models(tmp_path: Path) -> None:
+    directory = tmp_path / "later"
+    shutil.copytree(find_checkpoint(Path("pulse-books-small")), directory)
+    settings = load_settings(model="pulse-books", models=str(directory), store="memory", device="cpu")
+    (other,) = other_models(settings)
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointError) as caught:
+        other.load()
+    assert caught.value.with_notes().endswith("(set by NSM_MODELS or --model)")
