@@ -183,7 +183,7 @@ class Person:
     def press_ctrl_c(self) -> None:
         """Once more if nothing happens: a signal between showing a prompt and waiting at it is forgotten by Python."""
         self.process.send_signal(signal.SIGINT)
-        while not select.select([self._terminal], [], [], 1.0)[0]:
+        while not select.select([self._terminal], [], [], 10.0)[0]:
             self.process.send_signal(signal.SIGINT)
 
     def leave(self) -> None:
