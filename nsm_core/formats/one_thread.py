@@ -1,4 +1,4 @@
-"""Torch on one thread while weights are read and packed, and while a token's routing is captured."""
+"""Torch on one thread while weights are read and packed, and while routing is captured."""
 
 from __future__ import annotations
 

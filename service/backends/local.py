@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -167,4 +168,6 @@ def _inspect_text(
     start = None if state is None else model.state_spec.unpack(state)
     if start is not None:
         start = {name: value.to(model.embedding.weight.device) for name, value in start.items()}
-    return summarise(inspect(shared_copy(model), ids, start), has_tokens=has_tokens)
+    is_on_cpu = model.embedding.weight.device.type == "cpu"
+    with one_thread() if is_on_cpu else contextlib.nullcontext():
+        return summarise(inspect(shared_copy(model), ids, start), has_tokens=has_tokens)
